@@ -1,0 +1,1 @@
+"""A train step as one graph, and passes that make it data parallel."""

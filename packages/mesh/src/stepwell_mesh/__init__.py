@@ -1,0 +1,1 @@
+"""Where things live: device meshes and data-parallel topologies."""

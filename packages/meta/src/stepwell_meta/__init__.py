@@ -1,0 +1,1 @@
+"""What a tensor looks like, without the tensor."""

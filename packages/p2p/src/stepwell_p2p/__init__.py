@@ -1,0 +1,1 @@
+"""Moving tensors between ranks over a transport that you can swap."""

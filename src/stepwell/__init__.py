@@ -1,0 +1,1 @@
+"""Pipeline and graph data parallelism for PyTorch, in layers."""
