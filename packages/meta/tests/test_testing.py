@@ -1,0 +1,153 @@
+"""The worker pool, on which every distributed test rests: it must run what it is sent, and never hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepwell_meta.testing import WorkerFailure, WorkerPool
+
+
+def rank_and_sum() -> tuple[int, int, float]:
+    value = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return dist.get_rank(), dist.get_world_size(), value.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_every_rank_gets_a_group_of_the_size_asked_for(workers: WorkerPool, world_size: int) -> None:
+    total = world_size * (world_size + 1) / 2
+    assert workers.run(rank_and_sum, world_size) == [(rank, world_size, total) for rank in range(world_size)]
+
+
+def test_processes_are_kept_between_calls(workers: WorkerPool) -> None:
+    first = workers.run(os.getpid, 2)
+    assert workers.run(os.getpid, 2) == first
+    assert os.getpid() not in first
+
+
+def test_arguments_closures_and_results_travel_by_value(workers: WorkerPool) -> None:
+    class Box:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    offset = 10
+
+    def add(box: Box, *, times: int) -> Box:
+        return Box(box.value * times + offset + dist.get_rank())
+
+    results = workers.run(add, 2, Box(torch.arange(3)), times=2)
+    assert [box.value.tolist() for box in results] == [[10, 12, 14], [11, 13, 15]]
+
+
+def test_without_a_group(workers: WorkerPool) -> None:
+    assert workers.run(dist.is_initialized, 2, init_group=False) == [False, False]
+
+
+def test_an_error_on_one_rank_fails_the_call_with_all_ranks_reports(workers: WorkerPool) -> None:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("lost on rank one")
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailure, match="lost on rank one") as failure:
+        workers.run(work, 3, deadline=60)
+    assert time.monotonic() - start < 10
+    assert failure.value.outcomes[1].error == "KeyError"
+    assert "rank 0 " in str(failure.value)
+    assert "rank 2 " in str(failure.value)
+    assert not any(outcome.ok for outcome in failure.value.outcomes)
+
+
+def waits_for_ever_here() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(3600)
+    else:
+        dist.recv(torch.zeros(1), src=0)  # inside C++
+
+
+def test_a_hang_fails_at_the_deadline_with_every_stack_and_the_pool_heals(workers: WorkerPool) -> None:
+    before = workers.run(os.getpid, 2)
+    start = time.monotonic()
+    # The group's own timeout is the deadline too; rank 1 may notice first. Both ranks must be reported, hung or raised.
+    with pytest.raises(WorkerFailure) as failure:
+        workers.run(waits_for_ever_here, 2, deadline=2)
+    assert time.monotonic() - start < 10
+    assert "waits_for_ever_here" in failure.value.outcomes[0].trace
+    assert "waits_for_ever_here" in failure.value.outcomes[1].trace
+    assert failure.value.outcomes[0].hung
+
+    after = workers.run(os.getpid, 2)
+    assert not set(before) & set(after)
+    assert workers.run(rank_and_sum, 2)[0] == (0, 2, 3.0)
+
+
+def test_a_killed_worker_is_named_and_replaced(workers: WorkerPool) -> None:
+    def die() -> None:
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailure, match=r"rank 2 died .*SIGKILL") as failure:
+        workers.run(die, 4, deadline=60)
+    assert time.monotonic() - start < 10
+    assert failure.value.outcomes[2].exit_code == -signal.SIGKILL
+    assert [result[0] for result in workers.run(rank_and_sum, 4)] == [0, 1, 2, 3]
+
+
+def test_outcomes_do_not_raise_and_wait_for_the_survivors(workers: WorkerPool) -> None:
+    def work() -> str:
+        if dist.get_rank() == 0:
+            sys.exit(3)
+        time.sleep(0.5)
+        return "done"
+
+    lost, survivor = workers.outcomes(work, 2, deadline=20)
+    assert lost.error == "SystemExit"
+    assert survivor.ok
+    assert survivor.value == "done"
+
+
+def test_a_worker_that_died_between_calls_is_replaced(workers: WorkerPool) -> None:
+    victim = workers.run(os.getpid, 2)[0]
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(0.2)
+    assert workers.run(rank_and_sum, 2) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_warnings_are_errors_in_workers_too(workers: WorkerPool) -> None:
+    def warn() -> None:
+        warnings.warn("look out", UserWarning, stacklevel=1)
+
+    with pytest.raises(WorkerFailure, match="UserWarning: look out"):
+        workers.run(warn, 1)
+
+
+def test_more_ranks_than_the_pool_has_are_refused(workers: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="1 to 8"):
+        workers.run(os.getpid, 9)
+
+
+def test_an_unpicklable_result_is_an_error_not_a_hang(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match="pickle"):
+        workers.run(threading.Lock, 1, deadline=20)
+
+
+def test_close_ends_the_processes_and_may_be_called_twice() -> None:
+    pool = WorkerPool(max_size=2)
+    pids = pool.run(os.getpid, 2)
+    pool.close()
+    pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
