@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import attrs
-from typing_extensions import Self
 
 from stepwell_meta._worker import Answer, Call, serve
 from stepwell_meta.exceptions import StepwellError
@@ -42,7 +41,9 @@ class WorkerFailure(StepwellError):
 
 @attrs.frozen
 class Outcome:
-    """How a call ended on one rank. Exactly one of the four ways:
+    """How a call ended on one rank.
+
+    Exactly one of the four ways:
 
     * returned: ``value``, with ``error``, ``exit_code`` and ``hung`` unset;
     * raised: ``error`` (the exception's class name) and ``trace``;
@@ -68,9 +69,7 @@ class Outcome:
         if self.ok:
             return f"rank {self.rank} returned after {self.seconds:.1f} s"
         if self.hung:
-            return (
-                f"rank {self.rank} was still running after {self.seconds:.1f} s, in:\n{self.trace.rstrip()}"
-            )
+            return f"rank {self.rank} was still running after {self.seconds:.1f} s, in:\n{self.trace.rstrip()}"
         if self.exit_code is not None:
             how = f"exit code {self.exit_code}"
             if self.exit_code < 0:
@@ -100,9 +99,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["torch", "torch.distributed", "cloudpickle", "stepwell_meta._worker"]
-        )
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "stepwell_meta._worker"])
 
     def run(
         self,
@@ -162,9 +159,7 @@ class WorkerPool:
             kwargs: as in :meth:`run`.
         """
         if not 1 <= world_size <= self.max_size:
-            raise ValueError(
-                f"world_size must be 1 to {self.max_size} (the pool's max_size), not {world_size}"
-            )
+            raise ValueError(f"world_size must be 1 to {self.max_size} (the pool's max_size), not {world_size}")
         payload = _pickle_by_value(function, args, kwargs)
         number = next(self._numbers)
         self._grow(world_size)
@@ -207,16 +202,12 @@ class WorkerPool:
         while len(self._workers) < size:
             ours, theirs = self._context.Pipe()
             stack_path = Path(self._directory.name, f"stack-{next(self._numbers)}")
-            process = self._context.Process(
-                target=serve, args=(theirs, self._store.port, str(stack_path)), daemon=True
-            )
+            process = self._context.Process(target=serve, args=(theirs, self._store.port, str(stack_path)), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours, stack_path))
 
-    def _collect(
-        self, workers: Sequence[_Worker], start: float, deadline: float, grace: float | None
-    ) -> list[Outcome]:
+    def _collect(self, workers: Sequence[_Worker], start: float, deadline: float, grace: float | None) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         end = start + deadline
         while len(outcomes) < len(workers):
@@ -284,9 +275,7 @@ def _pickle_by_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     import cloudpickle
 
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    by_value = (
-        module is not None and hasattr(module, "__file__") and not _importable_anywhere(module.__name__)
-    )
+    by_value = module is not None and hasattr(module, "__file__") and not _importable_anywhere(module.__name__)
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
