@@ -1,0 +1,74 @@
+"""One message between two ranks, as each of its ends names it."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from ._placement import Edge
+
+
+class OpKind(enum.Enum):
+    """Send or receive, of a forward value (F) or of a gradient (B)."""
+
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def is_send(self) -> bool:
+        """Whether this end gives the value."""
+        return self in (OpKind.SEND_F, OpKind.SEND_B)
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the value travels downstream."""
+        return self in (OpKind.SEND_F, OpKind.RECV_F)
+
+    @property
+    def other(self) -> OpKind:
+        """What the other end calls it."""
+        return _OTHER[self]
+
+
+_OTHER = {
+    OpKind.SEND_F: OpKind.RECV_F,
+    OpKind.RECV_F: OpKind.SEND_F,
+    OpKind.SEND_B: OpKind.RECV_B,
+    OpKind.RECV_B: OpKind.SEND_B,
+}
+
+
+@attrs.frozen
+class Op:
+    """One end of one message.
+
+    Both ends write the same numbers and differ only in :attr:`kind`, so a message is identified by what it is (direction,
+    stage, microbatch, index), never by when it arrives.
+
+    Attributes:
+        kind: send or receive, forward or backward.
+        edge: from which rank to which.
+        stage: the *sender's* stage: for F the stage whose output it is, for B the stage whose input's gradient it is.
+        microbatch: which microbatch; negative numbers are free for traffic outside microbatches (set-up).
+        index: which message of that stage and microbatch on this edge.
+    """
+
+    kind: OpKind
+    edge: Edge
+    stage: int
+    microbatch: int
+    index: int = 0
+
+    @property
+    def mirror(self) -> Op:
+        """The other end of the same message."""
+        return attrs.evolve(self, kind=self.kind.other)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind.value} of stage {self.stage}, microbatch {self.microbatch}, value {self.index}"
+            f" (rank {self.edge.source} to rank {self.edge.destination})"
+        )
