@@ -1,0 +1,1 @@
+"""What acts: stages, programs and the executor."""
