@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from stepwell_p2p._batch import PendingOp
+from stepwell_p2p._channels import Channel, ChannelMap, ChannelPolicy, channels_for, edges_of
 from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._placement import Edge, Placement, Wire, chain_wires
 from stepwell_p2p._transport import Handle, Recv, Rules, Send, Transport
+from stepwell_p2p.transports._loopback import LoopbackFabric, LoopbackTransport
 
-__all__ = ["Edge", "Handle", "Op", "OpKind", "Placement", "Recv", "Rules", "Send", "Transport", "Wire", "chain_wires"]
+__all__ = [
+    "Channel",
+    "ChannelMap",
+    "ChannelPolicy",
+    "Edge",
+    "Handle",
+    "LoopbackFabric",
+    "LoopbackTransport",
+    "Op",
+    "OpKind",
+    "PendingOp",
+    "Placement",
+    "Recv",
+    "Rules",
+    "Send",
+    "Transport",
+    "Wire",
+    "chain_wires",
+    "channels_for",
+    "edges_of",
+]

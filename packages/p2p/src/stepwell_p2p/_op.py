@@ -41,7 +41,7 @@ _OTHER = {
 }
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Op:
     """One end of one message.
 
@@ -66,6 +66,22 @@ class Op:
     def mirror(self) -> Op:
         """The other end of the same message."""
         return attrs.evolve(self, kind=self.kind.other)
+
+    @property
+    def message(self) -> tuple[int, int, bool, int, int, int]:
+        """What both ends agree on: source, destination, whether forward, stage, microbatch, index."""
+        edge = self.edge
+        return (edge.source, edge.destination, self.kind.is_forward, self.stage, self.microbatch, self.index)
+
+    @property
+    def rank(self) -> int:
+        """The rank at this end."""
+        return self.edge.source if self.kind.is_send else self.edge.destination
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.edge.destination if self.kind.is_send else self.edge.source
 
     def __str__(self) -> str:
         return (

@@ -28,20 +28,36 @@ class Rules:
     rendezvous: bool
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Send:
-    """Give ``tensor`` to the peer. It must not be written until the batch's handle has been waited for."""
+    """Give ``tensor`` to the peer. It must not be written until the batch's handle has been waited for.
+
+    Attributes:
+        op: which message.
+        tensor: its value, in any strides; values cross in row-major order and take the receiver's layout.
+        owned: the sender gives its memory away and never touches it again, so that a transport within one process may
+            hand over the tensor itself instead of a copy.
+    """
 
     op: Op
     tensor: torch.Tensor
+    owned: bool = False
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Recv:
-    """Take a value that looks like ``meta`` from the peer, on the transport's device."""
+    """Take a value that looks like ``meta`` from the peer, on the transport's device. It comes without grad.
+
+    Attributes:
+        op: which message.
+        meta: what the value looks like.
+        buffer: where to put it (a tensor of that shape and dtype), or None for new memory. The caller must neither read
+            nor write it until the batch's handle has been waited for.
+    """
 
     op: Op
     meta: TensorMeta
+    buffer: torch.Tensor | None = None
 
 
 class Handle(Protocol):
@@ -65,7 +81,8 @@ class Transport(Protocol):
 
     One object per rank. ``post`` never blocks on the peer: it starts every message of the batch and returns; only
     ``Handle.wait`` blocks. Messages of one batch are started as one, so that a batch with a send and a receive for the
-    same pair of ranks cannot block on itself.
+    same pair of ranks cannot block on itself. Messages with equal ops keep their order. Every handle is waited for, those of
+    sends too.
 
     Attributes:
         rank: this rank's number in the pipeline group, from 0.
@@ -91,8 +108,19 @@ class Transport(Protocol):
         """
         ...
 
-    def abort(self, reason: str) -> None:
-        """Make every pending and later wait, on every rank, raise :class:`PeerFailure` with this reason. Never blocks."""
+    def abort(
+        self, reason: str, *, stage: int | None = None, microbatch: int | None = None, action: str | None = None
+    ) -> None:
+        """Make every pending and later wait, on every rank, raise :class:`PeerFailure` with this reason. Never blocks.
+
+        The first call of all ranks wins; later ones change nothing.
+
+        Args:
+            reason: the error in words.
+            stage: the stage that failed, where there is one.
+            microbatch: its microbatch.
+            action: what it was doing.
+        """
         ...
 
     def close(self) -> None:

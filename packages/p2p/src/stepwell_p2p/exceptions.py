@@ -6,6 +6,8 @@ Two families: :class:`P2PUsageError` means that what the caller planned or passe
 
 from __future__ import annotations
 
+from typing import Any
+
 from stepwell_meta.exceptions import StepwellError
 
 __all__ = ["DeadlockError", "P2PError", "P2PUsageError", "PeerFailure", "TransportError"]
@@ -31,12 +33,38 @@ class PeerFailure(TransportError):
     """Another rank failed first, or said so by ``Transport.abort``.
 
     Attributes:
-        rank: the rank that failed first, where it is known.
         reason: the first error in words.
+        rank: the rank that failed first, where it is known.
+        stage: the stage that it was running, where it said so.
+        microbatch: the microbatch that it was running, where it said so.
+        action: what it was doing, where it said so.
     """
 
-    def __init__(self, reason: str, *, rank: int | None = None) -> None:
-        where = "a peer" if rank is None else f"rank {rank}"
-        super().__init__(f"{where} failed: {reason}")
-        self.rank = rank
+    def __init__(
+        self,
+        reason: str,
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        where = ["a peer" if rank is None else f"rank {rank}"]
+        where += [f"stage {stage}"] if stage is not None else []
+        where += [f"microbatch {microbatch}"] if microbatch is not None else []
+        where += [f"action {action}"] if action is not None else []
+        super().__init__(f"{', '.join(where)} failed: {reason}")
         self.reason = reason
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by values, so that a copy says the same."""
+        state = {name: getattr(self, name) for name in ("rank", "stage", "microbatch", "action")}
+        return (_rebuild_peer_failure, (self.reason, state))
+
+
+def _rebuild_peer_failure(reason: str, where: dict[str, Any]) -> PeerFailure:
+    return PeerFailure(reason, **where)

@@ -1,0 +1,83 @@
+"""Between a tensor's own strides and the wire, where values stand in row-major order.
+
+Both ends may hold a value in other strides (channels-last, transposed, expanded): what crosses is the row-major sequence of its
+elements, so equal values arrive whatever the layouts, and a contiguous tensor is not copied at either end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .exceptions import P2PUsageError
+
+if TYPE_CHECKING:
+    from stepwell_meta import TensorMeta
+
+
+def row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a plain contiguous tensor without grad; the tensor's own memory where it is that already.
+
+    Raises:
+        P2PUsageError: a DTensor or another subclass that is no plain memory.
+    """
+    if type(tensor) is not torch.Tensor:
+        tensor = _plain(tensor)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():  # lazily conjugated or negated: its memory holds other numbers
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.contiguous()
+
+
+def place(
+    tensor: torch.Tensor, meta: TensorMeta, device: torch.device, buffer: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A received row-major tensor in the caller's layout, on its device, or in its buffer.
+
+    Args:
+        tensor: what came, of the meta's shape and dtype; given away by the caller.
+        meta: the layout that the receiver asked for.
+        device: where it shall be.
+        buffer: where to put the values, or None.
+    """
+    if buffer is tensor:
+        return tensor
+    if buffer is None:
+        if tensor.device == device and tensor.stride() == meta.stride:
+            return tensor
+        buffer = meta.without_grad().empty(device)
+    return buffer.copy_(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat uint8 tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def check_buffer(buffer: torch.Tensor, meta: TensorMeta) -> None:
+    """Refuse a receive buffer that cannot hold the value.
+
+    Raises:
+        P2PUsageError: another shape or dtype, or a buffer that requires grad.
+    """
+    if tuple(buffer.shape) != meta.shape or buffer.dtype != meta.dtype:
+        raise P2PUsageError(
+            f"a buffer for a {meta.dtype} value of shape {meta.shape} must have that shape and dtype,"
+            f" got {buffer.dtype} {tuple(buffer.shape)}"
+        )
+    if buffer.requires_grad:
+        raise P2PUsageError("a receive buffer must not require grad: pass buffer.detach()")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        raise P2PUsageError("a DTensor cannot be sent as it is: send its local shard, tensor.to_local()")
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor.data
+    plain = tensor.detach().clone()  # waits for a functional collective that is still in flight
+    if type(plain) is not torch.Tensor:
+        raise P2PUsageError(f"only plain tensors can be sent, got {type(tensor).__qualname__}: unwrap it first")
+    return plain

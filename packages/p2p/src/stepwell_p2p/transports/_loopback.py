@@ -1,0 +1,348 @@
+"""Ranks as threads of one process: no launcher, no process group, no network.
+
+Besides running pipelines in one process, the fabric *imitates*: it can be told to deliver first-in-first-out per channel, to
+complete a send only when its receive is there, or both, so that what ``prove_order`` says of an order can be checked against what
+really blocks. Where every rank of a fabric waits and nothing is on its way, it says so at once instead of hanging.
+
+Who may write when: a sent tensor is copied while it is posted, so both ends may write theirs after ``wait``. A tensor sent with
+``owned=True`` that is the only user of its memory is handed over itself: the receiver then gets the very same tensor, may
+write to it, and the sender must not touch it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+import attrs
+import torch
+
+from .._batch import PendingOp, check_op, describe, disagreement
+from .._channels import ChannelPolicy
+from .._failure import Failure
+from .._layout import check_buffer, place, row_major
+from .._op import Op
+from .._transport import Recv, Rules, Send
+from ..exceptions import P2PUsageError, TransportError
+
+_log = logging.getLogger(__name__)
+
+
+class LoopbackFabric:
+    """The network between the ranks of one process: one object, shared by their threads.
+
+    Each rank is meant to be one thread.
+
+    Example::
+
+        fabric = LoopbackFabric(2)
+        first, second = fabric.transport(0), fabric.transport(1)   # one for each thread
+
+    Args:
+        size: number of ranks.
+        rules: which promises to keep and which to withhold.
+        channels: for rules that are not tagged, which messages share a channel.
+        timeout: seconds after which a wait gives up.
+        stall_after: seconds after which a wait says in the log what it waits for.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        rules: Rules | None = None,
+        channels: ChannelPolicy | str = ChannelPolicy.PER_EDGE,
+        timeout: float = 300.0,
+        stall_after: float = 30.0,
+    ) -> None:
+        if size < 1:
+            raise P2PUsageError(f"a fabric needs at least 1 rank, got {size}")
+        self.size = size
+        self.rules = rules or Rules(tagged=True, rendezvous=False)
+        self.channels = ChannelPolicy.of(channels)
+        self.timeout = timeout
+        self.stall_after = stall_after
+        self._lock = threading.Lock()
+        self._wakes = [threading.Condition(self._lock) for _ in range(size)]
+        self._taken = [False] * size
+        self._closed = [False] * size
+        self._waiting: list[_Batch | None] = [None] * size
+        self._pending: list[dict[_Batch, None]] = [{} for _ in range(size)]
+        self._failure: Failure | None = None
+        self._sends: dict[Hashable, deque[_Piece]] = {}
+        self._recvs: dict[Hashable, deque[_Piece]] = {}
+        self._lanes: dict[Hashable, deque[_Group]] = {}  # per rank and channel: posted, not yet done
+        self._moved: list[Hashable] = []  # lanes in which a message was completed
+
+    def transport(self, rank: int, *, device: torch.device | str = "cpu") -> LoopbackTransport:
+        """The end of one rank; each can be taken once.
+
+        Args:
+            rank: which rank.
+            device: where its received tensors shall be.
+
+        Raises:
+            P2PUsageError: there is no such rank, or it is taken.
+        """
+        if not 0 <= rank < self.size:
+            raise P2PUsageError(f"this fabric has ranks 0 to {self.size - 1}, got {rank}")
+        with self._lock:
+            if self._taken[rank]:
+                raise P2PUsageError(f"rank {rank} of this fabric is taken; make a new LoopbackFabric for a new run")
+            self._taken[rank] = True
+        return LoopbackTransport(self, rank, torch.device(device))
+
+    # What follows runs under the lock.
+
+    def _start(self, batch: _Batch, pieces: Sequence[_Piece]) -> None:
+        if batch.missing:
+            self._pending[batch.rank][batch] = None
+        if self.rules.tagged:
+            for piece in pieces:
+                self._activate(piece, piece.item.op.message)
+            return
+        groups: dict[Hashable, list[_Piece]] = {}
+        for piece in pieces:
+            piece.lane = (batch.rank, self.channels.channel_of(piece.item.op))
+            groups.setdefault(piece.lane, []).append(piece)
+        for key, members in groups.items():
+            lane = self._lanes.setdefault(key, deque())
+            lane.append(_Group(members))
+            if len(lane) == 1:
+                self._activate_group(lane[0])
+        self._settle()
+
+    def _activate_group(self, group: _Group) -> None:
+        for piece in group.pieces:
+            op = piece.item.op
+            self._activate(piece, (self.channels.channel_of(op), op.edge))
+
+    def _activate(self, piece: _Piece, key: Hashable) -> None:
+        """Meet the other end if it is there already, else wait for it."""
+        ours, theirs = (self._sends, self._recvs) if isinstance(piece.item, Send) else (self._recvs, self._sends)
+        waiting = theirs.get(key)
+        if waiting:
+            other = waiting.popleft()
+            if not waiting:
+                del theirs[key]
+            self._meet(*((piece, other) if isinstance(piece.item, Send) else (other, piece)))
+            return
+        ours.setdefault(key, deque()).append(piece)
+        if isinstance(piece.item, Send) and not self.rules.rendezvous:
+            self._complete(piece)
+
+    def _meet(self, send: _Piece, recv: _Piece) -> None:
+        wrong = disagreement(send.item, recv.item)  # type: ignore[arg-type]  # a send is a Send, a receive a Recv
+        if wrong is not None:
+            send.batch.error = recv.batch.error = wrong
+        recv.value, send.value = send.value, None
+        self._complete(send)
+        self._complete(recv)
+
+    def _complete(self, piece: _Piece) -> None:
+        batch = piece.batch
+        if not piece.done:
+            piece.done = True
+            batch.missing -= 1
+            if piece.lane is not None:
+                self._moved.append(piece.lane)
+        if batch.missing == 0 or batch.error:
+            self._pending[batch.rank].pop(batch, None)
+            self._wakes[batch.rank].notify_all()
+
+    def _settle(self) -> None:
+        """Let each channel's next batch start where the one before it is done, until nothing moves any more."""
+        while self._moved:
+            lane = self._lanes[self._moved.pop()]
+            while lane and lane[0].done:
+                lane.popleft()
+                if lane:
+                    self._activate_group(lane[0])
+
+    def _check_stuck(self) -> None:
+        """End every wait if no rank is left that could still post something."""
+        waiting = [batch for batch in self._waiting if batch is not None and not batch.over]
+        if not waiting or len(waiting) + sum(self._closed) < self.size:
+            return
+        stuck = "; ".join(f"rank {batch.rank} waits for {describe(batch.open_ops())}" for batch in waiting)
+        gone = [str(rank) for rank, closed in enumerate(self._closed) if closed]
+        also = f" Closed already: rank {', '.join(gone)}." if gone else ""
+        for batch in waiting:
+            batch.error = (
+                f"every rank waits and no message is on its way. {stuck}.{also} (prove_order explains a bad order)"
+            )
+            self._wakes[batch.rank].notify_all()
+
+    def _fail(self, failure: Failure) -> None:
+        if self._failure is None:
+            self._failure = failure
+            for wake in self._wakes:
+                wake.notify_all()
+
+    def _close(self, rank: int) -> None:
+        self._closed[rank] = True
+        self._pending[rank].clear()
+        self._check_stuck()
+        if all(self._closed):  # nobody is left to take what was sent and not received
+            self._sends.clear()
+            self._recvs.clear()
+            self._lanes.clear()
+
+
+@attrs.define(eq=False)
+class _Piece:
+    """One message of one batch, at one end; mutable because it progresses."""
+
+    item: Send | Recv
+    batch: _Batch
+    value: torch.Tensor | None = None  # a send's until it meets its receive, then the receive's
+    done: bool = False
+    lane: Hashable = None
+
+
+@attrs.frozen(eq=False)
+class _Group:
+    """The messages of one batch on one channel, which start together."""
+
+    pieces: list[_Piece]
+
+    @property
+    def done(self) -> bool:
+        return all(piece.done for piece in self.pieces)
+
+
+class _Batch:
+    """A handle: what one ``post`` started."""
+
+    def __init__(self, fabric: LoopbackFabric, rank: int, device: torch.device) -> None:
+        self.fabric = fabric
+        self.rank = rank
+        self.device = device
+        self.pieces: list[_Piece] = []
+        self.missing = 0
+        self.error: str | None = None
+        self.posted = time.monotonic()
+        self._result: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.missing == 0 or self.error is not None
+
+    def open_ops(self) -> list[Op]:
+        return [piece.item.op for piece in self.pieces if not piece.done]
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        if self._result is None:
+            self._block()
+            self._result = tuple(
+                place(piece.value, piece.item.meta, self.device, piece.item.buffer)
+                for piece in self.pieces
+                if isinstance(piece.item, Recv) and piece.value is not None
+            )
+            self.pieces.clear()
+        return self._result
+
+    def _block(self) -> None:
+        fabric, start = self.fabric, time.monotonic()
+        warn_at: float | None = start + fabric.stall_after
+        with fabric._lock:
+            fabric._waiting[self.rank] = self
+            fabric._check_stuck()
+            try:
+                while fabric._failure is None and not self.over and not fabric._closed[self.rank]:
+                    now = time.monotonic()
+                    if now >= start + fabric.timeout:
+                        raise TransportError(
+                            f"rank {self.rank} waited {fabric.timeout:g} s for {describe(self.open_ops())}"
+                        )
+                    if warn_at is not None and now >= warn_at:
+                        _log.warning(
+                            "rank %d has waited %.0f s for %s", self.rank, now - start, describe(self.open_ops())
+                        )
+                        warn_at = None
+                    fabric._wakes[self.rank].wait(min(start + fabric.timeout, warn_at or start + fabric.timeout) - now)
+            finally:
+                fabric._waiting[self.rank] = None
+            if fabric._failure is not None:
+                raise fabric._failure.error()
+            if self.error is not None:
+                raise TransportError(self.error)
+            if self.missing:
+                raise P2PUsageError(
+                    f"rank {self.rank} closed its transport while it waited for {describe(self.open_ops())}"
+                )
+
+
+class LoopbackTransport:
+    """One rank's end of a :class:`LoopbackFabric`; made by :meth:`LoopbackFabric.transport`.
+
+    Implements :class:`stepwell_p2p.Transport`.
+    """
+
+    def __init__(self, fabric: LoopbackFabric, rank: int, device: torch.device) -> None:
+        self.fabric = fabric
+        self.rank = rank
+        self.size = fabric.size
+        self.rules = fabric.rules
+        self.device = device
+        self._checked: set[Op] = set()
+
+    def post(self, batch: Sequence[Send | Recv]) -> _Batch:
+        """Start every message of the batch; see :meth:`stepwell_p2p.Transport.post`."""
+        fabric = self.fabric
+        handle = _Batch(fabric, self.rank, self.device)
+        for item in batch:
+            if item.op not in self._checked:
+                check_op(item.op, self.rank, self.size, is_send=isinstance(item, Send))
+                self._checked.add(item.op)
+            if isinstance(item, Send):
+                handle.pieces.append(_Piece(item, handle, _hand_over(item)))
+            else:
+                if item.buffer is not None:
+                    check_buffer(item.buffer, item.meta)
+                handle.pieces.append(_Piece(item, handle))
+        handle.missing = len(handle.pieces)
+        with fabric._lock:
+            if fabric._closed[self.rank]:
+                raise P2PUsageError(f"rank {self.rank} posts on a transport that it has closed")
+            if fabric._failure is not None:
+                raise fabric._failure.error()
+            fabric._start(handle, handle.pieces)
+        return handle
+
+    def abort(
+        self, reason: str, *, stage: int | None = None, microbatch: int | None = None, action: str | None = None
+    ) -> None:
+        """Wake every rank with :class:`PeerFailure`; see :meth:`stepwell_p2p.Transport.abort`."""
+        with self.fabric._lock:
+            self.fabric._fail(Failure(reason, self.rank, stage, microbatch, action))
+
+    def pending(self) -> tuple[PendingOp, ...]:
+        """What this rank has posted and is not done, oldest first. May be asked from any thread."""
+        now = time.monotonic()
+        with self.fabric._lock:
+            waiting = self.fabric._waiting[self.rank]
+            return tuple(
+                PendingOp(op, now - batch.posted, batch is waiting)
+                for batch in self.fabric._pending[self.rank]
+                for op in batch.open_ops()
+            )
+
+    def close(self) -> None:
+        """Leave the fabric; see :meth:`stepwell_p2p.Transport.close`."""
+        with self.fabric._lock:
+            if not self.fabric._closed[self.rank]:
+                self.fabric._close(self.rank)
+
+
+def _hand_over(send: Send) -> torch.Tensor:
+    """The memory that the receiver will own: the sent tensor's own where it was given away whole, else a copy."""
+    tensor = row_major(send.tensor)
+    if tensor.data_ptr() != send.tensor.data_ptr() or tensor.numel() == 0:
+        return tensor  # already a copy
+    if send.owned and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.clone()
