@@ -1,0 +1,97 @@
+"""Classes that a structure may contain: what fields they have, and how one is put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from .exceptions import MetadataError
+
+__all__ = ["Fields", "class_map", "class_name", "fields_of", "make"]
+
+
+@attrs.frozen
+class Fields:
+    """The fields of a class, in the order in which they are taken apart.
+
+    Attributes:
+        kind: "named tuple", "dataclass" or "attrs class".
+        names: Every field.
+        arguments: For each field, the argument of the constructor that sets it, or None where none does.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    arguments: tuple[str | None, ...]
+
+
+def class_name(cls: type) -> str:
+    """The name under which a class is known on every rank."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def class_map(classes: Iterable[type]) -> dict[str, type]:
+    """Classes by name.
+
+    Raises:
+        MetadataError: Two classes have one name.
+    """
+    found: dict[str, type] = {}
+    for cls in classes:
+        name = class_name(cls)
+        if found.setdefault(name, cls) is not cls:
+            raise MetadataError(f"two different classes are called {name}: rename one of them")
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def fields_of(cls: type) -> Fields | None:
+    """The fields of a named tuple, dataclass or attrs class; None for any other class.
+
+    A container (a subclass of tuple, list, dict or set) that is also a dataclass has contents beside its fields, so it is
+    none of these; nor is a class whose constructor needs more than its fields.
+    """
+    names = getattr(cls, "_fields", None)
+    if issubclass(cls, tuple) and hasattr(cls, "_make") and isinstance(names, tuple):
+        return Fields("named tuple", names, names)
+    if issubclass(cls, tuple | list | dict | set | frozenset):
+        return None
+    if dataclasses.is_dataclass(cls):
+        own = dataclasses.fields(cls)
+        arguments = tuple(field.name if field.init else None for field in own)
+        fields = Fields("dataclass", tuple(field.name for field in own), arguments)
+    elif attrs.has(cls):
+        members = attrs.fields(cls)
+        arguments = tuple(member.alias if member.init else None for member in members)
+        fields = Fields("attrs class", tuple(member.name for member in members), arguments)
+    else:
+        return None
+    return fields if _can_be_called_with(cls, fields.arguments) else None
+
+
+def _can_be_called_with(cls: type, arguments: Sequence[str | None]) -> bool:
+    try:
+        inspect.signature(cls).bind(**{name: None for name in arguments if name is not None})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def make(cls: type, fields: Fields, values: Sequence[Any]) -> Any:
+    """An instance whose fields hold ``values``, made by the class's own constructor.
+
+    Fields that the constructor does not take are set afterwards, also on frozen classes.
+    """
+    if fields.kind == "named tuple":
+        return cls._make(values)  # type: ignore[attr-defined]
+    pairs = tuple(zip(fields.names, fields.arguments, values, strict=True))
+    made = cls(**{argument: value for _, argument, value in pairs if argument is not None})
+    for name, argument, value in pairs:
+        if argument is None:
+            object.__setattr__(made, name, value)
+    return made
