@@ -1,0 +1,101 @@
+"""The code in README.md, packages/*/README.md, the other pages at the root and docs/*.md runs, and their links lead somewhere.
+
+One page is one script: its ```python blocks run in order, in one namespace and one fresh interpreter, warnings as errors.
+Blocks in other languages (```console, ```text, …) are not run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[^`]*)$")
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+
+
+def script(text: str) -> str:
+    """The page with everything but its Python blocks blank, so that a traceback's line is the page's line."""
+    lines: list[str] = []
+    fence: re.Match[str] | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = FENCE.match(line)
+        if fence is None and match:
+            if not match["language"].strip():
+                raise ValueError(f"line {number}: a block without a language; say `text` where it is none")
+            fence = match
+            lines.append("")
+        elif fence is not None and match and match["ticks"] == fence["ticks"] and not match["language"].strip():
+            fence = None
+            lines.append("")
+        else:
+            inside = fence is not None and fence["language"].strip() == "python"
+            lines.append(line.removeprefix(fence["indent"]) if fence is not None and inside else "")
+    if fence is not None:
+        raise ValueError("the last block is not closed")
+    return "\n".join(lines)
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    targets = [match["target"] for match in LINK.finditer(text)]
+    files = [one.partition("#")[0] for one in targets if not re.match(r"[a-z]+:|#", one)]
+    return [one for one in files if not (page.parent / one).exists()]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_runs(page: Path, tmp_path: Path) -> None:
+    code = script(page.read_text())
+    if not code.strip():
+        return  # a page of prose
+    file = tmp_path / f"{page.stem}.py"
+    file.write_text(code)
+    command = [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning", str(file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{name_of(page)} (lines as in the page)\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page, page.read_text())
+
+
+def test_a_page_is_one_script_with_the_lines_of_the_page() -> None:
+    page = textwrap.dedent(
+        """\
+        # Title
+        ```python
+        x = 1
+        ```
+        ```console
+        $ rm -r x
+        ```
+        - item
+          ```python
+          if x:
+              y = 2
+          ```
+        """
+    )
+    assert script(page).splitlines() == ["", "", "x = 1", "", "", "", "", "", "", "if x:", "    y = 2"]
+
+
+@pytest.mark.parametrize("page", ["```\nx\n```", "```python\nx = 1\n"])
+def test_a_block_without_a_language_or_an_end_is_refused(page: str) -> None:
+    with pytest.raises(ValueError, match=r"language|not closed"):
+        script(page)
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").touch()
+    text = "[a](there.md#part) [b](gone.md) [c](https://example.org) [d](#here) ![e](gone.svg)"
+    assert broken_links(tmp_path / "page.md", text) == ["gone.md", "gone.svg"]
