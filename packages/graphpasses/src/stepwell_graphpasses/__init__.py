@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._config import PassConfig
 from ._plan import ParallelPlan, ResolvedPlan, shard
 
-__all__ = ["ParallelPlan", "ResolvedPlan", "shard"]
+__all__ = ["ParallelPlan", "PassConfig", "ResolvedPlan", "shard"]
