@@ -101,7 +101,7 @@ def diff(
     if left is None or right is None:
         return (Difference("presence", left, right, where),)
     differences = []
-    fields = _PLAIN_FIELDS
+    fields: tuple[str, ...] = _PLAIN_FIELDS
     if type(left) is not type(right):
         differences.append(Difference("type", left, right, where))
     elif isinstance(left, DTensorMeta):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import placement_types
 
-__all__ = ["AsyncCollectiveTensor", "ContainerRule", "FakeTensor", "StridedShard", "registered_containers"]
+__all__ = ["AsyncCollectiveTensor", "FakeTensor", "StridedShard", "registered_containers"]
 
-# Seen in 2.11 to 2.15. Without it, fake tensors are refused like any other tensor subclass.
+# Seen in 2.11 to 2.14. Without it, fake tensors are refused like any other tensor subclass.
 try:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 except ImportError:
@@ -19,7 +19,7 @@ except ImportError:
         """Stands for a class that this torch does not have; no tensor is an instance."""
 
 
-# Seen in 2.11 to 2.15. Without it, un-waited results of collectives (what tensor-parallel modules return) are
+# Seen in 2.11 to 2.14. Without it, un-waited results of collectives (what tensor-parallel modules return) are
 # refused like any other tensor subclass.
 try:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
@@ -29,23 +29,16 @@ except ImportError:
         """Stands for a class that this torch does not have; no tensor is an instance."""
 
 
-# Seen in 2.11 to 2.15. Without it, classes registered with torch's pytree are refused like any unknown class.
+# Seen in 2.11 to 2.14. Without it, classes registered with torch's pytree are refused like any unknown class.
 try:
     from torch.utils._pytree import SUPPORTED_NODES as _registered
 except ImportError:
     _registered = {}
 
-# Seen in 2.11 to 2.15. None without it: such placements then do not exist, and bytes that name one are refused.
-StridedShard: type[placement_types.Placement] | None = getattr(placement_types, "_StridedShard", None)
+# Seen in 2.11 to 2.14. None without it: such placements then do not exist, and bytes that name one are refused.
+StridedShard: Any = getattr(placement_types, "_StridedShard", None)
 
 
-class ContainerRule(Protocol):
-    """How torch's pytree takes a container of one class apart and puts it together."""
-
-    flatten_fn: Callable[[Any], tuple[Iterable[Any], Any]]
-    unflatten_fn: Callable[[Iterable[Any], Any], Any]
-
-
-def registered_containers() -> Mapping[type, ContainerRule]:
-    """The classes that are registered with torch's pytree at this moment."""
+def registered_containers() -> Mapping[type, Any]:
+    """Containers registered with torch's pytree at this moment: class → record with ``flatten_fn`` and ``unflatten_fn``."""
     return _registered

@@ -110,7 +110,8 @@ class DTensorMeta:
                 f"expected a DTensor, got {type_name(tensor)}: use extract_meta for tensors of either kind",
                 type_name=type_name(tensor),
             )
-        local = tensor.detach().to_local()
+        with torch.no_grad():  # gives the shard itself, without a step in the autograd graph
+            local = tensor.to_local()
         check_plain(local)
         return cls(
             shape=local.shape,
@@ -178,7 +179,9 @@ class DTensorMeta:
             shape=torch.Size(self.global_shape),
             stride=self.global_stride,
         )
-        return whole.requires_grad_() if self.requires_grad and whole.is_leaf else whole
+        if self.requires_grad and whole.is_leaf:
+            whole.requires_grad_()
+        return whole
 
     def __str__(self) -> str:
         """Short form for messages."""

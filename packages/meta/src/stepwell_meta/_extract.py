@@ -87,13 +87,13 @@ def to_local_if_dtensor(tensor: torch.Tensor, *, detach: bool = False) -> torch.
 
     Args:
         tensor: A plain tensor or DTensor.
-        detach: Detach first, so that nothing is redistributed in a backward, and wait for a collective that the values
-            come from, so that they may be sent as they are.
+        detach: Take it out of the autograd graph, so that no backward redistributes anything, and make it fit to be sent:
+            a collective that its values come from is waited for, and a conjugation or negation that torch put off is done.
     """
-    if detach:
-        tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if detach and isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
-    return tensor
+    if not detach:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        return local.detach().resolve_conj().resolve_neg()

@@ -137,7 +137,7 @@ class MeshKey:
             (4, 1)
         """
         shape = tuple(shape)
-        if len(ranks) != math.prod(shape) or len(set(ranks)) != len(ranks):
+        if len(ranks) != math.prod(shape) or len(set(ranks)) != len(ranks) or not ranks:
             raise MetadataError(f"a mesh of shape {shape} needs {math.prod(shape)} distinct ranks, got {ranks}")
         offsets = tuple(rank - ranks[0] for rank in ranks)
         stride = _stride_of(shape, offsets)

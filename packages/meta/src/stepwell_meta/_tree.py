@@ -3,7 +3,7 @@
 A module may return a tensor, or tuples, lists, dicts, ordered dicts, named tuples, dataclasses, attrs classes and
 containers registered with torch's pytree (as transformers does for its outputs), nested in each other. Tensors are the
 leaves that travel. What else may sit in a structure is *static*: it belongs to the description. Static values are None,
-bool, int, float, complex, str, bytes, torch.dtype and enum members; anything else is refused by name and place.
+bool, int, float, complex, str, bytes, torch.dtype, torch.Size and enum members; anything else is refused by name and place.
 
 The description is data. It names classes as text, so that comparing, hashing, printing and decoding it runs no code of
 any class and imports nothing. Only `Structure.rebuild` needs the classes themselves, and it takes them from three places:
@@ -47,7 +47,9 @@ KINDS = (
     "attrs class",
     "registered container",
     "enum",
+    "torch.Size",
 )
+_SEQUENCES: dict[type, str] = {tuple: "tuple", list: "list", torch.Size: "torch.Size"}
 
 # Where a value sits: the path of what holds it, and a last step such as "[0]" or ".mask".
 _Path: TypeAlias = "tuple[_Path, str] | None"
@@ -99,7 +101,7 @@ class Branch:
         """
         if any(_count(key) for key in self.keys):
             raise MetadataError(f"keys of a {self.kind} hold tensors")
-        if self.kind in ("tuple", "list"):
+        if self.kind in _SEQUENCES.values():
             fits = not self.keys and not self.type_name
         elif self.kind in ("dict", "ordered dict"):
             fits = len(self.keys) == len(self.children) and not self.type_name
@@ -219,9 +221,9 @@ class _Walker:
                 path=f"outputs{_spell(path)}",
             )
         depth += 1
-        if cls is tuple or cls is list:
+        if (kind := _SEQUENCES.get(cls)) is not None:
             children = tuple(self.walk(item, (path, f"[{i}]"), depth) for i, item in enumerate(value))
-            return Branch(cls.__name__, children)
+            return Branch(kind, children)
         if cls is dict or cls is OrderedDict:
             children = tuple(self.walk(item, (path, f"[{key!r}]"), depth) for key, item in value.items())
             kind = "dict" if cls is dict else "ordered dict"
@@ -230,7 +232,7 @@ class _Walker:
 
     def _walk_class(self, cls: type, value: Any, path: _Path, depth: int) -> Tree:
         name = class_name(cls)
-        if isinstance(value, Enum) and value.name is not None and cls.__members__.get(value.name) is value:
+        if isinstance(value, Enum) and type(value).__members__.get(value.name) is value:
             branch = Branch("enum", (), (Static(value.name),), name)
         elif (rule := registered_containers().get(cls)) is not None:
             items, context = rule.flatten_fn(value)
@@ -285,6 +287,8 @@ def _build(tree: Tree, leaves: Iterator[Any], known: Mapping[str, type]) -> Any:
         return children
     if tree.kind == "tuple":
         return tuple(children)
+    if tree.kind == "torch.Size":
+        return torch.Size(children)
     keys = [_build(key, leaves, known) for key in tree.keys]
     if tree.kind in ("dict", "ordered dict"):
         pairs = zip(keys, children, strict=True)
@@ -332,6 +336,8 @@ def _show(tree: Tree) -> str:
     keys = [_show(key) for key in tree.keys]
     if tree.kind == "list":
         return f"[{', '.join(children)}]"
+    if tree.kind == "torch.Size":
+        return f"torch.Size([{', '.join(children)}])"
     if tree.kind == "tuple":
         return f"({children[0]},)" if len(children) == 1 else f"({', '.join(children)})"
     if tree.kind in ("dict", "ordered dict"):
