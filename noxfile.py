@@ -73,7 +73,8 @@ class Layer:
 
     @property
     def fragments(self) -> list[Path]:
-        return sorted((self.folder / "changelog.d").glob("*.md"))
+        kinds = ("breaking", "deprecation", "feature", "fix")
+        return [path for kind in kinds for path in (self.folder / "changelog.d").glob(f"*.{kind}.md")]
 
     def requirements(self, *extras: str) -> list[Requirement]:
         optional = self.project.get("optional-dependencies", {})
@@ -435,6 +436,8 @@ def compat(session: nox.Session, layer: str) -> None:
     """Test this layer's new wheel under the last tagged tests of each layer above it."""
     new = EVERYTHING[layer]
     above = [EVERYTHING[name] for name in LAYERS if name != layer and new in _closure(EVERYTHING[name], EVERYTHING)]
+    if not above:
+        session.skip(f"no layer stands above {layer}")
     tags = {one: tag for one in above if (tag := _last_tag(one))}
     untagged = ", ".join(one.name for one in above if one not in tags)
     if untagged:
