@@ -1,7 +1,9 @@
 """One thing that one rank does, and its text form.
 
 The text form is that of torch.distributed.pipelining, so that tables interchange: ``0F3`` is the forward of microbatch 3 on
-stage 0, ``1I2`` a backward for inputs, ``2SEND_F0`` the send of stage 2's output, ``1UNSHARD`` has no microbatch.
+stage 0, ``1I2`` a backward for inputs, ``2SEND_F0`` the send of stage 2's output, ``1UNSHARD`` has no microbatch, and
+``(0F4;7B0)OVERLAP_F_B`` runs a forward and a backward as one. Where a stage receives from several others, ``5RECV_F0@2``
+names the stage at the other end.
 """
 
 from __future__ import annotations
@@ -30,11 +32,21 @@ class Kind(enum.Enum):
     UNSHARD = "UNSHARD"  # gather a data-parallel stage's parameters
     RESHARD = "RESHARD"  # free what UNSHARD gathered
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce a data-parallel stage's gradients
+    OVERLAP = "OVERLAP_F_B"  # a forward and a backward as one, see Action.overlap
+
+    __hash__ = (
+        object.__hash__
+    )  # members are single objects; Enum hashes the name anew each time, and plans hash millions
 
     @property
     def is_compute(self) -> bool:
-        """Whether it runs the stage's own code: F, B, I or W."""
+        """Whether it runs the stage's own code: F, B, I, W, or F and B overlapped."""
         return self in _COMPUTE
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it makes the gradients of a stage's inputs: B or I."""
+        return self is Kind.B or self is Kind.I
 
     @property
     def has_microbatch(self) -> bool:
@@ -42,8 +54,9 @@ class Kind(enum.Enum):
         return self not in _WHOLE_STAGE
 
 
-_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
 _WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+_WITH_PEER = frozenset({Kind.RECV_F, Kind.RECV_B})
 
 
 @attrs.frozen
@@ -51,17 +64,42 @@ class Action:
     """One action of one stage.
 
     Attributes:
-        stage: stage index.
+        stage: stage index; of an overlapped pair that of its forward.
         kind: what is done.
-        microbatch: microbatch number, None for the kinds that concern all of them.
+        microbatch: microbatch number, None for the kinds that concern all of them; of an overlapped pair that of its forward.
+        peer: for a RECV the stage that sends, where the receiving stage takes values from several; None means from all.
+        parts: the forward and the backward of an overlapped pair, else empty.
     """
 
     stage: int
     kind: Kind
     microbatch: int | None = None
+    peer: int | None = None
+    parts: tuple[Action, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind.value}"
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.kind.value}{microbatch}{'' if self.peer is None else f'@{self.peer}'}"
+
+    @property
+    def leaves(self) -> tuple[Action, ...]:
+        """The parts of an overlapped pair, else the action alone."""
+        return self.parts or (self,)
+
+    @classmethod
+    def overlap(cls, forward: Action, backward: Action) -> Action:
+        """A forward of one stage and a backward of another (or of another microbatch), run as one.
+
+        Raises:
+            ScheduleError: the two are no forward and backward, or the backward needs that very forward.
+        """
+        if forward.kind is not Kind.F or not backward.kind.is_backward:
+            raise ScheduleError(f"an overlapped pair is an F and a B or I, got {forward} and {backward}")
+        if (forward.stage, forward.microbatch) == (backward.stage, backward.microbatch):
+            raise ScheduleError(f"{backward} needs {forward}, so the two cannot overlap")
+        return cls(forward.stage, Kind.OVERLAP, forward.microbatch, parts=(forward, backward))
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -70,21 +108,25 @@ class Action:
         Raises:
             ScheduleError: the text is no action.
         """
-        match = _FORM.fullmatch(text.strip())
+        text = text.strip()
+        pair = _PAIR.fullmatch(text)
+        if pair is not None:
+            return cls.overlap(cls.parse(pair["forward"]), cls.parse(pair["backward"]))
+        match = _FORM.fullmatch(text)
         if match is None:
             raise ScheduleError(
                 f"{text!r} is no action; expected a stage, a kind and a microbatch, for example 0F3 or 2SEND_F0"
             )
         kind = Kind(match["kind"])
-        number = match["microbatch"]
+        number, peer = match["microbatch"], match["peer"]
         if kind.has_microbatch != bool(number):
             needs = "needs a microbatch number" if kind.has_microbatch else "takes no microbatch number"
             raise ScheduleError(f"{text!r} is no action: {kind.value} {needs}")
-        return cls(int(match["stage"]), kind, int(number) if number else None)
+        if peer and kind not in _WITH_PEER:
+            raise ScheduleError(f"{text!r} is no action: only RECV_F and RECV_B name a stage after @")
+        return cls(int(match["stage"]), kind, int(number) if number else None, int(peer) if peer else None)
 
 
-_FORM = re.compile(
-    r"(?P<stage>\d+)(?P<kind>"
-    + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
-    + r")(?P<microbatch>\d*)"
-)
+_KINDS = sorted((kind.value for kind in Kind if kind is not Kind.OVERLAP), key=len, reverse=True)
+_FORM = re.compile(rf"(?P<stage>\d+)(?P<kind>{'|'.join(_KINDS)})(?P<microbatch>\d*)(?:@(?P<peer>\d+))?", re.ASCII)
+_PAIR = re.compile(r"\((?P<forward>[^;()]+);(?P<backward>[^;()]+)\)OVERLAP_F_B")

@@ -1,0 +1,164 @@
+"""What a stage's actions and messages cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import attrs
+
+from ..exceptions import StageUsageError
+
+
+@attrs.frozen
+class EdgeCost:
+    """What one ordered pair of ranks costs, where it differs from the rest.
+
+    Attributes:
+        source: sending rank.
+        destination: receiving rank.
+        latency: seconds from the start of a message to its arrival, its bytes apart.
+        bandwidth: bytes a second.
+    """
+
+    source: int
+    destination: int
+    latency: float
+    bandwidth: float
+
+
+def _numbers(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(map(float, values))
+
+
+def _sizes(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _edges(values: Iterable[EdgeCost]) -> tuple[EdgeCost, ...]:
+    return tuple(values)
+
+
+@attrs.frozen
+class Costs:
+    """What everything takes. Sequences hold one number per stage; times are seconds.
+
+    Example::
+
+        Costs.uniform(4)                                             # F takes 1, B takes 2, messages take nothing
+        Costs.uniform(4, output_bytes=8_388_608, bandwidth=12e9)     # 8 MiB over 12 GB/s
+
+    Attributes:
+        forward: of an F.
+        backward: of a B.
+        backward_input: of an I; half of ``backward`` where not given.
+        backward_weight: of a W; the rest of ``backward`` where not given.
+        overlap_gain: what an overlapped F and B save, as a share of the shorter of the two, 0 to 1.
+        activation_bytes: what one microbatch holds from its F to its B (or W).
+        kept_bytes: how much of that stays from I to W; all of it where not given.
+        output_bytes: size of the message that carries the stage's value, and of that which carries its gradient back.
+        latency: seconds from the start of a message to its arrival, its bytes apart.
+        bandwidth: bytes a second of each edge.
+        edges: edges that differ.
+        overlap: whether messages travel beside compute; otherwise both ends stop for each.
+        eager: whether a message may leave before its receive is posted.
+        per_action: seconds that the executor itself takes for every action.
+        unshard: of gathering a stage's parameters.
+        reduce_grad: of reducing a stage's gradients.
+    """
+
+    forward: tuple[float, ...] = attrs.field(converter=_numbers)
+    backward: tuple[float, ...] = attrs.field(converter=_numbers)
+    backward_input: tuple[float, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_numbers))
+    backward_weight: tuple[float, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_numbers))
+    overlap_gain: float = 0.0
+    activation_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
+    kept_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
+    output_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    edges: tuple[EdgeCost, ...] = attrs.field(default=(), converter=_edges)
+    overlap: bool = True
+    eager: bool = False
+    per_action: float = 0.0
+    unshard: tuple[float, ...] = attrs.field(default=(), converter=_numbers)
+    reduce_grad: tuple[float, ...] = attrs.field(default=(), converter=_numbers)
+
+    def __attrs_post_init__(self) -> None:
+        zeros = (0,) * len(self.forward)
+        for name, default in (
+            ("activation_bytes", zeros),
+            ("kept_bytes", self.activation_bytes or zeros),
+            ("output_bytes", zeros),
+            ("unshard", zeros),
+            ("reduce_grad", zeros),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
+        for field in attrs.fields(Costs):
+            value = getattr(self, field.name)
+            if field.name in ("edges", "overlap", "eager") or value is None:
+                continue
+            numbers = value if isinstance(value, tuple) else (value,)
+            if isinstance(value, tuple) and len(value) != len(self.forward):
+                raise StageUsageError(f"{field.name} has {len(value)} numbers but forward has {len(self.forward)}")
+            if any(not number >= 0 for number in numbers):  # NaN too
+                raise StageUsageError(f"{field.name} must not be negative, got {value}")
+        if not self.forward:
+            raise StageUsageError("costs need at least one stage")
+        if self.bandwidth == 0 or any(not edge.bandwidth > 0 or edge.latency < 0 for edge in self.edges):
+            raise StageUsageError("a bandwidth must be above 0 bytes a second, and a latency not negative")
+        if self.overlap_gain > 1:
+            raise StageUsageError(f"overlap_gain is a share from 0 to 1, got {self.overlap_gain}")
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        *,
+        forward: float = 1.0,
+        backward: float = 2.0,
+        activation_bytes: int = 0,
+        output_bytes: int = 0,
+        latency: float = 0.0,
+        bandwidth: float = math.inf,
+    ) -> Costs:
+        """The same for every stage; I and W take half a B each. Use ``attrs.evolve`` for the rest."""
+        return cls(
+            (forward,) * num_stages,
+            (backward,) * num_stages,
+            activation_bytes=(activation_bytes,) * num_stages,
+            output_bytes=(output_bytes,) * num_stages,
+            latency=latency,
+            bandwidth=bandwidth,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the numbers are for."""
+        return len(self.forward)
+
+    @property
+    def input_costs(self) -> tuple[float, ...]:
+        """Of each stage's I."""
+        if self.backward_input is not None:
+            return self.backward_input
+        return tuple(backward / 2 for backward in self.backward)
+
+    @property
+    def weight_costs(self) -> tuple[float, ...]:
+        """Of each stage's W."""
+        if self.backward_weight is not None:
+            return self.backward_weight
+        return tuple(max(0.0, whole - part) for whole, part in zip(self.backward, self.input_costs, strict=True))
+
+    def message_bytes(self, source: int, destination: int) -> int:
+        """Size of one message from one stage to another, and of the gradient that comes back."""
+        return self.output_bytes[source]
+
+    def link(self, source: int, destination: int) -> tuple[float, float]:
+        """Latency and bandwidth from one rank to another."""
+        for edge in self.edges:
+            if (edge.source, edge.destination) == (source, destination):
+                return edge.latency, edge.bandwidth
+        return self.latency, self.bandwidth
