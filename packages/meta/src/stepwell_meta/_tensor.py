@@ -122,11 +122,11 @@ class TensorMeta:
     @property
     def is_dense(self) -> bool:
         """Whether the elements fill their memory without gaps or overlaps, in any order of axes."""
+        if 0 in self.shape:
+            return True
         expected = 1
         pairs = ((step, size) for size, step in zip(self.shape, self.stride, strict=True) if size != 1)
         for step, size in sorted(pairs):
-            if size == 0:
-                return True
             if step != expected:
                 return False
             expected *= size
@@ -181,7 +181,7 @@ def check_plain(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsupportedValueError(
-            f"expected a dense strided tensor, got a {kind} one of shape {tuple(tensor.shape)}: "
+            f"expected a strided tensor, got a {kind} one: "
             "convert it (to_dense, to_padded_tensor, dequantize) first",
             type_name=type_name(tensor),
         )
