@@ -7,12 +7,15 @@ from stepwell_p2p._channels import Channel, ChannelMap, ChannelPolicy, channels_
 from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._placement import Edge, Placement, Wire, chain_wires
 from stepwell_p2p._transport import Handle, Recv, Rules, Send, Transport
+from stepwell_p2p.transports._c10d import C10dTransport, Description
 from stepwell_p2p.transports._loopback import LoopbackFabric, LoopbackTransport
 
 __all__ = [
+    "C10dTransport",
     "Channel",
     "ChannelMap",
     "ChannelPolicy",
+    "Description",
     "Edge",
     "Handle",
     "LoopbackFabric",

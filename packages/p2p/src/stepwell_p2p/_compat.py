@@ -1,0 +1,23 @@
+"""Every private torch name that this layer uses, with the versions it was seen in and what happens without it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long operations of a group wait for a peer.
+
+    ``ProcessGroup._get_backend`` and the backend's ``options._timeout`` were seen in 2.11 to 2.13. Without them the answer is c10d's
+    default, 30 minutes.
+    """
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_TIMEOUT
+    return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT

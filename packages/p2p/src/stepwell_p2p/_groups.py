@@ -1,0 +1,138 @@
+"""Making the communicators behind channels.
+
+gloo: a ``ProcessGroupGloo`` of our own on the group's store. ``split_group`` refuses gloo, and ``new_group`` either wants every process
+of the job to call it, also those of other pipelines, or numbers groups by how many each process already has, so that ranks
+with unequal numbers of channels would wait for ever under different names. Ours leave no trace in torch's registry.
+
+Other backends: one ``split_group`` of the parent for each round of disjoint channels where the backend can split and the default
+group is bound to a device, else one ``new_group`` for each channel. Ranks that have no channel in a round make a group
+of their own, so that all hold equally many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from ._channels import Channel
+from .exceptions import TransportError
+
+
+@attrs.frozen(eq=False)
+class ChannelGroup:
+    """One channel's communicator, as one of its members holds it.
+
+    Attributes:
+        channel: which channel.
+        group: something with ``send`` and ``recv``; a registered ``ProcessGroup`` unless made of gloo.
+        made_by: ``"gloo"``, ``"split_group"`` or ``"new_group"``.
+    """
+
+    channel: Channel
+    group: dist.ProcessGroup | dist.ProcessGroupGloo
+    made_by: str
+
+    def peer(self, rank: int) -> int:
+        """The number, within this group, of a rank of the pipeline."""
+        return self.channel.ranks.index(rank)
+
+    def close(self) -> None:
+        """Release sockets and threads."""
+        if isinstance(self.group, dist.ProcessGroup):
+            if dist.is_initialized():
+                dist.destroy_process_group(self.group)
+        else:
+            self.group.shutdown()  # type: ignore[attr-defined]  # of every backend, missing in the stubs
+
+
+def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, timeout: timedelta) -> list[ChannelGroup]:
+    """This rank's gloo groups, connected one after the other in the order given, which is the same on all ranks.
+
+    Args:
+        channels: the channels of the pipeline.
+        rank: this rank's number in the pipeline group.
+        store: shared by the ranks of the pipeline, fresh for this use.
+        timeout: how long to wait for a peer, now and in every later operation.
+
+    Raises:
+        TransportError: a peer did not come in time.
+    """
+    groups = []
+    for channel in channels:
+        if rank not in channel.ranks:
+            continue
+        inner = dist.PrefixStore(f"channel/{channel.name}", store)
+        try:
+            group = dist.ProcessGroupGloo(inner, channel.ranks.index(rank), len(channel.ranks), timeout)
+        except RuntimeError as error:
+            others = ", ".join(str(other) for other in channel.ranks if other != rank)
+            for made in groups:
+                made.close()
+            raise TransportError(
+                f"rank {rank} could not open channel {channel.name}: rank {others} did not connect within"
+                f" {timeout.total_seconds():g} s ({error})"
+            ) from error
+        groups.append(ChannelGroup(channel, group, "gloo"))
+    return groups
+
+
+def open_registered(
+    rounds: Sequence[Sequence[Channel]], *, parent: dist.ProcessGroup, timeout: timedelta
+) -> list[ChannelGroup]:
+    """This rank's groups on a backend other than gloo; every rank of ``parent`` calls it with the same rounds.
+
+    Args:
+        rounds: channels whose members are disjoint within a round.
+        parent: the pipeline group.
+        timeout: of every later operation.
+    """
+    rank, size = parent.rank(), parent.size()
+    groups = []
+    for channels in rounds:
+        taken = {member for channel in channels for member in channel.ranks}
+        parts = [list(channel.ranks) for channel in channels] + [[other] for other in range(size) if other not in taken]
+        group, made_by = _split(parent, parts, timeout), "split_group"
+        if group is None:
+            group, made_by = _new(parent, next(part for part in parts if rank in part), timeout), "new_group"
+        mine = [channel for channel in channels if rank in channel.ranks]
+        if mine:
+            groups.append(ChannelGroup(mine[0], group, made_by))
+    return groups
+
+
+def rounds_of(channels: Sequence[Channel]) -> list[list[Channel]]:
+    """The same channels in the same order, in rounds whose members are disjoint."""
+    rounds: list[list[Channel]] = []
+    for channel in channels:
+        for members in rounds:
+            if not any(set(channel.ranks) & set(other.ranks) for other in members):
+                members.append(channel)
+                break
+        else:
+            rounds.append([channel])
+    return rounds
+
+
+def _split(parent: dist.ProcessGroup, parts: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """None where the backend cannot, which all ranks find alike and before any of them has communicated."""
+    if dist.distributed_c10d._get_default_group().bound_device_id is None or not torch.accelerator.is_available():
+        return None
+    try:
+        return dist.split_group(parent, parts, timeout=timeout, group_desc="stepwell-p2p channel")
+    except RuntimeError as error:
+        if "split" in str(error):  # "... not safe to split ...", "... does not support splitting"
+            return None
+        raise
+
+
+def _new(parent: dist.ProcessGroup, part: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    members = dist.get_process_group_ranks(parent)
+    ranks = sorted(members[rank] for rank in part)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, use_local_synchronization=True, group_desc="stepwell-p2p channel"
+    )
+    return group

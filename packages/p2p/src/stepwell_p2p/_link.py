@@ -1,0 +1,217 @@
+"""What all transports of one process over one process group share: channels, failure board, pending waits.
+
+Looped schedules may build a transport for each stage of a rank, and ranks may hold different numbers of stages. Building is collective,
+so it happens once per group: the first transport opens the link, the others join it, the last one to close releases it. The
+table of links holds parent groups weakly: a destroyed and re-made default group is another object and gets a fresh link.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from ._board import FailureBoard, Note
+from ._channels import ChannelMap
+from ._compat import timeout_of
+from ._failure import Failure
+from ._groups import ChannelGroup, open_gloo, open_registered, rounds_of
+from ._op import Op
+from .exceptions import PeerFailure, TransportError
+
+_WAKE = timedelta(milliseconds=1)
+
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()
+_links_lock = threading.Lock()
+
+
+@attrs.define(eq=False)
+class Flight:
+    """One message under way on a backend; mutable because it ends.
+
+    Attributes:
+        op: which message.
+        work: the backend's handle.
+        tensor: what is being read or written.
+        done: whether it was waited for.
+    """
+
+    op: Op
+    work: Any
+    tensor: torch.Tensor
+    done: bool = False
+
+    @property
+    def form(self) -> str:
+        return f"{self.tensor.dtype} of shape {tuple(self.tensor.shape)}"
+
+
+class Link:
+    """See the module. Use :func:`link_of`.
+
+    Args:
+        group: the pipeline's process group.
+        device: where its tensors travel.
+        timeout: how long every wait may take; None for the group's own.
+        stall_after: seconds after which a wait is reported.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, *, stall_after: float
+    ) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device = device
+        self.own_timeout = timeout
+        self.timeout = timeout or timeout_of(group, device)
+        self.gloo = backend_for(group, device) == "gloo"
+        self.channels: ChannelMap | None = None
+        self.groups: dict[str, ChannelGroup] = {}
+        self.users = 0
+        self.failure: Failure | None = None
+        self.pending: dict[Any, None] = {}
+        self._store = dist.PrefixStore(f"stepwell-p2p/{self._agree_on_name()}", group.get_group_store().clone())
+        self.board = FailureBoard(self._store, self.rank, self.size, self, stall_after=stall_after)
+
+    def open(self, channels: ChannelMap) -> None:
+        """Make this rank's groups; every rank of the group calls it with the same map. Done once per map.
+
+        Raises:
+            TransportError: a peer is absent, or the map differs from the one that is open.
+        """
+        if channels == self.channels:
+            return
+        if self.channels is not None:
+            raise TransportError("other channels are open on this group: close every transport of it first")
+        made = (
+            open_gloo(channels.channels, rank=self.rank, store=self._store, timeout=self.timeout)
+            if self.gloo
+            else open_registered(rounds_of(channels.channels), parent=self.group, timeout=self.timeout)
+        )
+        self.groups = {group.channel.name: group for group in made}
+        self.channels = channels
+
+    def failed(self, op: Op, error: Exception, waited: float) -> PeerFailure:
+        """Turn a backend's error into the first cause that any rank knows, and let the others know."""
+        failure = self.failure or self._look()
+        if failure is None:
+            seconds = self.timeout.total_seconds()
+            if waited >= 0.95 * seconds:
+                self.board.publish()
+                rank, how = self.board.root_of(op.peer)
+                failure = Failure(f"rank {self.rank} waited {waited:.1f} s for {op}; {how}", rank)
+            else:
+                words = str(error).partition(". This is typically")[0]
+                failure = Failure(
+                    f"it ended, or its connection to rank {self.rank} broke, during {op} ({words})", op.peer
+                )
+            failure = self.board.report(failure)
+        self.failure = failure
+        return failure.error()
+
+    def abort(self, failure: Failure) -> None:
+        """Report a failure; waits of this rank wake within a fraction of a second."""
+        self.failure = self.board.report(failure)
+
+    def wake(self, failure: Failure) -> None:
+        """Make pending waits raise, from the board's thread."""
+        self.failure = failure
+        if not self.gloo:
+            for group in [self.group, *(made.group for made in self.groups.values())]:
+                group.abort()
+            return
+        for handle in list(self.pending):
+            for flight in handle.flights:
+                if not flight.done:
+                    try:  # a second, short wait runs out and breaks the pair, which ends the first, long one
+                        flight.work.wait(_WAKE)
+                    except RuntimeError:
+                        pass
+
+    def notes(self, older_than: float) -> Sequence[Note]:
+        """For the board: what this rank has not finished."""
+        now = time.monotonic()
+        notes = []
+        for handle in list(self.pending):
+            if now - handle.posted < older_than:
+                continue
+            for flight in handle.flights:
+                if not flight.done:
+                    op = flight.op
+                    waiting = handle.waiting_since is not None
+                    notes.append(Note(op.message, str(op), op.peer, flight.form, now - handle.posted, waiting))
+        return sorted(notes, key=lambda note: not note.waiting)
+
+    def close(self) -> None:
+        """Release groups and thread."""
+        self.board.close()
+        self.pending.clear()
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()
+
+    def _look(self) -> Failure | None:
+        try:
+            return self.board.look()
+        except RuntimeError:
+            return self.board.failure
+
+    def _agree_on_name(self) -> str:
+        """A name that no earlier run in the same store can have used: drawn by rank 0.
+
+        It comes over the group itself, which belongs to this run for certain; a store may outlive many.
+        """
+        store = self.group.get_group_store()
+        turn = store.add(f"stepwell-p2p/arrived/{self.rank}", 1)
+        name = torch.tensor([secrets.randbits(62)], device=self.device)
+        try:
+            dist.broadcast(name, group=self.group, group_src=0)
+        except RuntimeError as error:
+            absent = [other for other in range(self.size) if store.add(f"stepwell-p2p/arrived/{other}", 0) < turn]
+            who = f"rank {', '.join(map(str, absent))} did not come" if absent else "a peer left"
+            raise TransportError(
+                f"rank {self.rank} could not set up its transport: {who} within {self.timeout.total_seconds():g} s;"
+                f" every rank of the group must make one ({error})"
+            ) from error
+        return f"{int(name.item()):x}"
+
+
+def link_of(
+    group: dist.ProcessGroup, name: str, device: torch.device, timeout: timedelta | None, *, stall_after: float
+) -> Link:
+    """The link of that name over a group: opened by the first caller of a process, joined by later ones.
+
+    Opening is collective over the group.
+    """
+    with _links_lock:
+        links = _links.setdefault(group, {})
+        link = links.get(name)
+        if link is None:
+            link = links[name] = Link(group, device, timeout, stall_after=stall_after)
+        link.users += 1
+        return link
+
+
+def leave(link: Link, name: str) -> None:
+    """Undo one :func:`link_of`; the last one closes the link."""
+    with _links_lock:
+        link.users -= 1
+        if link.users:
+            return
+        _links.get(link.group, {}).pop(name, None)
+    link.close()
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries a device's tensors in a group."""
+    config = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return config.get(device.type, dist.get_backend(group))

@@ -1,0 +1,366 @@
+"""Any backend of torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from .._batch import PendingOp, check_op
+from .._channels import ChannelPolicy, channels_for
+from .._failure import Failure
+from .._layout import check_buffer, place, row_major
+from .._link import Flight, Link, backend_for, leave, link_of
+from .._op import Op
+from .._own import OwnMessages, OwnReceive
+from .._placement import Placement, Wire, chain_wires
+from .._tags import check_of, tag_of
+from .._transport import Recv, Rules, Send
+from ..exceptions import P2PUsageError
+
+
+class C10dTransport:
+    """Carries tensors over a process group of torch.distributed: gloo, NCCL, HCCL, or any other backend.
+
+    Every rank of the group makes one at the same point of the program. Without an initialised process group, or in a group of
+    one, only messages to oneself are possible, and they work.
+
+    Example::
+
+        transport = C10dTransport(placement=Placement.loop(8, 4), wires=chain_wires(8))
+
+    Until :meth:`open` knows placement and wires, and for messages between ranks that no wire joins (set-up, gathering),
+    the group itself carries the messages.
+
+    Implements :class:`stepwell_p2p.Transport`.
+
+    Args:
+        group: the pipeline group; None for the default group.
+        channels: how messages are spread over channels, see :class:`~stepwell_p2p.ChannelPolicy`.
+        placement: with ``wires``, opens the channels at once; else call :meth:`open`.
+        wires: what crosses; by default each stage hands one value to the next.
+        timeout: seconds that a wait may take; None for the group's own timeout.
+        device: where received tensors shall be; None for the accelerator if the group serves it, else the CPU.
+        name: transports of one name over one group share channels, and with them failures.
+        stall_after: seconds after which a wait says in the log what it waits for.
+
+    Raises:
+        TransportError: another rank did not come within the timeout.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        channels: ChannelPolicy | str = ChannelPolicy.PER_EDGE,
+        placement: Placement | None = None,
+        wires: Sequence[Wire] | None = None,
+        timeout: float | None = None,
+        device: torch.device | str | None = None,
+        name: str = "",
+        stall_after: float = 30.0,
+    ) -> None:
+        self.policy = ChannelPolicy.of(channels)
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.rank = group.rank() if group is not None else 0
+        self.size = group.size() if group is not None else 1
+        self.device = torch.device(device) if device is not None else _default_device(group)
+        self.name = name
+        self._own = OwnMessages()
+        self._routes: dict[Op, _Route] = {}
+        self._handles: dict[_Batch, None] = {}
+        self._closed = False
+        self._failure: Failure | None = None
+        self._link: Link | None = None
+        self._wire_device = self.device
+        if group is not None and self.size > 1:
+            if backend_for(group, self.device) == "gloo":
+                self._wire_device = torch.device("cpu")  # gloo's point-to-point messages live in host memory
+            limit = timedelta(seconds=timeout) if timeout is not None else None
+            self._link = link_of(group, name, self._wire_device, limit, stall_after=stall_after)
+        tagged = self._link is None or self._link.gloo
+        self.rules = Rules(tagged=tagged, rendezvous=self._link is not None)
+        if placement is not None:
+            self.open(placement, wires if wires is not None else chain_wires(placement.num_stages))
+
+    def open(self, placement: Placement, wires: Sequence[Wire]) -> None:
+        """Make and connect the channels of a pipeline: collective, in one order on all ranks.
+
+        Call it again with the same pipeline as often as you like.
+
+        Raises:
+            P2PUsageError: the placement needs more ranks than the group has.
+            TransportError: a peer did not connect within the timeout.
+        """
+        if placement.num_ranks > self.size:
+            raise P2PUsageError(f"the placement needs {placement.num_ranks} ranks, the group has {self.size}")
+        if self._link is not None:
+            self._link.open(channels_for(placement, wires, self.policy))
+            self._routes.clear()
+
+    def post(self, batch: Sequence[Send | Recv]) -> _Batch:
+        """Start every message of the batch; see :meth:`stepwell_p2p.Transport.post`."""
+        if self._closed:
+            raise P2PUsageError(f"rank {self.rank} posts on a transport that it has closed")
+        link = self._link
+        failure = self._failure if link is None else link.failure
+        if failure is not None:
+            raise failure.error()
+        handle = _Batch(self)
+        if link is None or link.gloo:
+            for item in batch:
+                route = self._routes.get(item.op) or self._find_route(item)
+                if route.channel is None:
+                    self._post_own(item, handle)
+                elif type(item) is Send:
+                    tensor = self._outgoing(item)
+                    work = route.channel.send([tensor], route.peer, route.tag_for(tensor.shape, tensor.dtype))
+                    handle.flights.append(Flight(item.op, work, tensor))
+                else:
+                    tensor = self._incoming(item)
+                    work = route.channel.recv([tensor], route.peer, route.tag_for(item.meta.shape, item.meta.dtype))
+                    handle.flights.append(Flight(item.op, work, tensor))
+                    handle.received.append((item, tensor))
+        else:
+            self._post_fifo(batch, handle)
+        if handle.flights:
+            link.pending[handle] = None
+        return handle
+
+    def abort(
+        self, reason: str, *, stage: int | None = None, microbatch: int | None = None, action: str | None = None
+    ) -> None:
+        """Make every rank's waits raise :class:`PeerFailure`; see :meth:`stepwell_p2p.Transport.abort`."""
+        failure = Failure(reason, self.rank, stage, microbatch, action)
+        if self._link is not None:
+            self._link.abort(failure)
+        else:
+            self._failure = self._failure or failure
+
+    def pending(self) -> tuple[PendingOp, ...]:
+        """What this rank has posted and not finished waiting for, oldest first. May be asked from any thread."""
+        now = time.monotonic()
+        handles = list(self._link.pending) if self._link is not None else []
+        return tuple(
+            PendingOp(flight.op, now - handle.posted, handle.waiting_since is not None)
+            for handle in handles
+            if handle.transport is self
+            for flight in handle.flights
+            if not flight.done
+        )
+
+    def describe(self) -> Description:
+        """What this transport holds now."""
+        groups = tuple(self._link.groups.values()) if self._link is not None else ()
+        return Description(
+            rank=self.rank,
+            size=self.size,
+            rules=self.rules,
+            policy=self.policy,
+            groups=tuple((made.channel.name, made.channel.ranks, made.made_by) for made in groups),
+            timeout=self._link.timeout.total_seconds() if self._link is not None else None,
+        )
+
+    def as_p2p_ops(self, batch: Sequence[Send | Recv]) -> list[dist.P2POp]:
+        """The same messages for torch's own ``batch_isend_irecv`` and schedules, on the pipeline group.
+
+        The values of a receive stand, after its work is done, in its op's ``tensor``, contiguous.
+
+        Raises:
+            P2PUsageError: no process group, or a message to oneself.
+        """
+        if self._link is None:
+            raise P2PUsageError("torch's P2P ops need an initialised process group of at least 2 ranks")
+        ops = []
+        for item in batch:
+            check_op(item.op, self.rank, self.size, is_send=isinstance(item, Send))
+            if item.op.peer == self.rank:
+                raise P2PUsageError(f"{item.op} stays on its rank: hand the value over instead")
+            tensor = self._outgoing(item) if isinstance(item, Send) else self._incoming(item)
+            form = (tuple(tensor.shape), tensor.dtype)
+            tag = tag_of(item.op) + check_of(*form) if self.rules.tagged else 0
+            verb = dist.isend if isinstance(item, Send) else dist.irecv
+            ops.append(dist.P2POp(verb, tensor, group=self._link.group, tag=tag, group_peer=item.op.peer))
+        return ops
+
+    def close(self) -> None:
+        """Release channels; see :meth:`stepwell_p2p.Transport.close`."""
+        if not self._closed:
+            self._closed = True
+            self._own.clear()
+            self._routes.clear()
+            if self._link is not None:
+                for handle in [handle for handle in self._link.pending if handle.transport is self]:
+                    self._link.pending.pop(handle, None)
+                leave(self._link, self.name)
+
+    def _find_route(self, item: Send | Recv) -> _Route:
+        op = item.op
+        check_op(op, self.rank, self.size, is_send=isinstance(item, Send))
+        link = self._link
+        if op.peer == self.rank or link is None:
+            route = _Route(None, 0, 0, 0)
+        else:
+            tag = tag_of(op) if link.gloo else 0
+            made = link.groups.get(self.policy.channel_of(op))
+            if made is None or op.peer not in made.channel.ranks:  # no wire joins these ranks
+                route = _Route(link.group, op.peer, tag, -1)
+            else:
+                number = list(link.groups).index(made.channel.name)
+                route = _Route(made.group, made.peer(op.peer), tag, number)
+        self._routes[op] = route
+        return route
+
+    def _outgoing(self, item: Send) -> torch.Tensor:
+        tensor = row_major(item.tensor)
+        return tensor if tensor.device == self._wire_device else tensor.to(self._wire_device)
+
+    def _incoming(self, item: Recv) -> torch.Tensor:
+        buffer = item.buffer
+        if buffer is not None:
+            check_buffer(buffer, item.meta)
+            if buffer.is_contiguous() and buffer.device == self._wire_device:
+                return buffer
+        return torch.empty(item.meta.shape, dtype=item.meta.dtype, device=self._wire_device)
+
+    def _post_own(self, item: Send | Recv, handle: _Batch) -> None:
+        if isinstance(item, Send):
+            self._own.send(item)
+        else:
+            handle.received.append((item, self._own.recv(item)))
+
+    def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch) -> None:
+        """Channel by channel, in the one order in which all ranks made them, each as one group call."""
+        per_channel: dict[int, list[tuple[Send | Recv, _Route]]] = {}
+        for item in batch:
+            route = self._routes.get(item.op) or self._find_route(item)
+            if route.channel is None:
+                self._post_own(item, handle)
+            else:
+                per_channel.setdefault(route.number, []).append((item, route))
+        for _, members in sorted(per_channel.items()):
+            ops, tensors = [], []
+            for item, route in members:
+                tensor = self._outgoing(item) if isinstance(item, Send) else self._incoming(item)
+                tensors.append(tensor)
+                verb = dist.isend if isinstance(item, Send) else dist.irecv
+                ops.append(dist.P2POp(verb, tensor, group=route.channel, group_peer=route.peer))
+                if isinstance(item, Recv):
+                    handle.received.append((item, tensor))
+            works = dist.batch_isend_irecv(ops)
+            for number, ((item, _), tensor) in enumerate(zip(members, tensors, strict=True)):
+                # a backend that coalesces answers with one work for all
+                handle.flights.append(Flight(item.op, works[min(number, len(works) - 1)], tensor))
+
+
+@attrs.frozen
+class Description:
+    """What a :class:`C10dTransport` holds.
+
+    Attributes:
+        rank: this rank.
+        size: how many ranks the group has.
+        rules: what may be relied on about order.
+        policy: how messages are spread over channels.
+        groups: name, ranks and way of making of each communicator that this rank made for channels.
+        timeout: seconds that a wait may take; None where nothing can be waited for.
+    """
+
+    rank: int
+    size: int
+    rules: Rules
+    policy: ChannelPolicy
+    groups: tuple[tuple[str, tuple[int, ...], str], ...]
+    timeout: float | None
+
+    def __str__(self) -> str:
+        made = ", ".join(f"{name} ({how})" for name, _, how in self.groups) or "none"
+        return (
+            f"rank {self.rank} of {self.size}, {self.policy.value} channels, {len(self.groups)} groups: {made};"
+            f" {'matched by tag' if self.rules.tagged else 'first in, first out'}"
+        )
+
+
+class _Route:
+    """Where one op goes: resolved once, because the same ops come in every step."""
+
+    __slots__ = ("_dtype", "_shape", "_tag", "_tag_base", "channel", "number", "peer")
+
+    def __init__(self, channel: Any, peer: int, tag_base: int, number: int) -> None:
+        self.channel = channel  # None: a message to oneself
+        self.peer = peer
+        self.number = number
+        self._tag_base = tag_base
+        self._shape: object = None
+        self._dtype: object = None
+        self._tag = 0
+
+    def tag_for(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        if shape != self._shape or dtype is not self._dtype:
+            self._tag = self._tag_base | check_of(tuple(shape), dtype)
+            self._shape, self._dtype = shape, dtype
+        return self._tag
+
+
+class _Batch:
+    """A handle: what one ``post`` started."""
+
+    __slots__ = ("flights", "posted", "received", "result", "transport", "waiting_since")
+
+    def __init__(self, transport: C10dTransport) -> None:
+        self.transport = transport
+        self.flights: list[Flight] = []
+        self.received: list[tuple[Recv, torch.Tensor | OwnReceive]] = []
+        self.result: tuple[torch.Tensor, ...] | None = None
+        self.posted = time.monotonic()
+        self.waiting_since: float | None = None
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        if self.result is None:
+            if self.flights:
+                self._block()
+            device = self.transport.device
+            self.result = tuple(
+                place(value.take() if isinstance(value, OwnReceive) else value, recv.meta, device, recv.buffer)
+                for recv, value in self.received
+            )
+            self.received = []
+        return self.result
+
+    def _block(self) -> None:
+        link = self.transport._link
+        assert link is not None
+        if self not in link.pending:
+            raise P2PUsageError(f"rank {self.transport.rank} waits on a transport that it has closed")
+        self.waiting_since = start = time.monotonic()
+        try:
+            for flight in self.flights:
+                if link.failure is not None:
+                    raise link.failure.error()
+                try:
+                    if link.own_timeout is None:
+                        flight.work.wait()  # as long as its group says
+                    else:
+                        flight.work.wait(link.own_timeout)
+                except RuntimeError as error:
+                    raise link.failed(flight.op, error, time.monotonic() - start) from error
+                flight.done = True
+            if link.failure is not None:
+                raise link.failure.error()
+            self.flights = []  # the backend's handles hold the tensors
+        finally:
+            self.waiting_since = None
+            link.pending.pop(self, None)
+
+
+def _default_device(group: dist.ProcessGroup | None) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or (group is not None and backend_for(group, accelerator) == "gloo"):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
