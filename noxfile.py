@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import distributions
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,13 @@ class Layer:
         kinds = ("breaking", "deprecation", "feature", "fix")
         return [path for kind in kinds for path in (self.folder / "changelog.d").glob(f"*.{kind}.md")]
 
+    def provided(self, *extras: str) -> list[str]:
+        """Those of the extras that this distribution has."""
+        return [extra for extra in extras if extra in self.project["optional-dependencies"]]
+
     def requirements(self, *extras: str) -> list[Requirement]:
-        optional = self.project.get("optional-dependencies", {})
-        lines = [*self.project["dependencies"], *(line for extra in extras for line in optional.get(extra, ()))]
-        return [Requirement(line) for line in lines]
+        optional = [self.project["optional-dependencies"][extra] for extra in self.provided(*extras)]
+        return [Requirement(line) for line in chain(self.project["dependencies"], *optional)]
 
 
 def _layers(root: Path) -> dict[str, Layer]:
@@ -184,7 +188,7 @@ def _install(
     limits.write_text("\n".join([torch, *constraints]))
     # pip keeps an installed wheel of the same version, so ours go first: what is tested is what was built just now.
     session.run_install("python", "-m", "pip", "uninstall", "-qqy", *(layer.distribution for layer in layers))
-    wanted = [f"{wheel}[{','.join(extras)}]" if extras else str(wheel) for wheel in wheels]
+    wanted = [f"{wheel}[{','.join(layer.provided(*extras))}]" for layer, wheel in zip(layers, wheels, strict=True)]
     session.install("-c", str(limits), *wanted, *tools)
     _check_installed(session, layers)
     stamp.write_text(json.dumps(contents))
