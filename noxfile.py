@@ -188,7 +188,10 @@ def _install(
     limits.write_text("\n".join([torch, *constraints]))
     # pip keeps an installed wheel of the same version, so ours go first: what is tested is what was built just now.
     session.run_install("python", "-m", "pip", "uninstall", "-qqy", *(layer.distribution for layer in layers))
-    wanted = [f"{wheel}[{','.join(layer.provided(*extras))}]" for layer, wheel in zip(layers, wheels, strict=True)]
+    brackets = [layer.provided(*extras) for layer in layers]
+    wanted = [
+        f"{wheel}[{','.join(ones)}]" if ones else str(wheel) for wheel, ones in zip(wheels, brackets, strict=True)
+    ]
     session.install("-c", str(limits), *wanted, *tools)
     _check_installed(session, layers)
     stamp.write_text(json.dumps(contents))
