@@ -7,6 +7,7 @@ from stepwell_p2p._channels import Channel, ChannelMap, ChannelPolicy, channels_
 from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._placement import Edge, Placement, Wire, chain_wires
 from stepwell_p2p._transport import Handle, Recv, Rules, Send, Transport
+from stepwell_p2p._values import ExpectedValues, expect_values, receive_values, send_values
 from stepwell_p2p.transports._c10d import C10dTransport, Description
 from stepwell_p2p.transports._loopback import LoopbackFabric, LoopbackTransport
 
@@ -17,6 +18,7 @@ __all__ = [
     "ChannelPolicy",
     "Description",
     "Edge",
+    "ExpectedValues",
     "Handle",
     "LoopbackFabric",
     "LoopbackTransport",
@@ -32,4 +34,7 @@ __all__ = [
     "chain_wires",
     "channels_for",
     "edges_of",
+    "expect_values",
+    "receive_values",
+    "send_values",
 ]

@@ -8,6 +8,7 @@ that take long, writes down for the others what this rank waits for, and compare
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -111,7 +112,7 @@ class FailureBoard:
             That rank, and in words how it was found.
         """
         seen = [peer]
-        words = []
+        words: list[str] = []
         while True:
             notes = [note for note in self._notes_of(seen[-1]) if note.waiting]
             if not notes:
@@ -125,10 +126,8 @@ class FailureBoard:
         """Write down for the others what this rank waits for."""
         watched = self._watched()
         notes = watched.notes(0.0) if watched is not None else ()
-        try:
+        with contextlib.suppress(RuntimeError):  # a store that is gone has no readers either
             self._store.set(f"waits/{self._rank}", json.dumps([attrs.astuple(note) for note in notes[:64]]))
-        except RuntimeError:
-            pass  # nobody is left to read it
 
     def close(self) -> None:
         """End the thread. Safe to call twice, from any thread."""

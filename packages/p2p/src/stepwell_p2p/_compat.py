@@ -13,11 +13,20 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long operations of a group wait for a peer.
 
-    ``ProcessGroup._get_backend`` and the backend's ``options._timeout`` were seen in 2.11 to 2.13. Without them the answer is c10d's
-    default, 30 minutes.
+    ``ProcessGroup._get_backend`` and the backend's ``options._timeout`` were seen in 2.11 to 2.13. Without them the answer is
+    c10d's default, 30 minutes.
     """
     try:
         timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return _DEFAULT_TIMEOUT
     return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store over a connection of its own, so that a thread is not held up by others' long waits.
+
+    ``Store.clone`` was seen in 2.11 to 2.13, but not in the stubs. Without it the connection is shared.
+    """
+    clone = getattr(store, "clone", None)
+    return store if clone is None else clone()

@@ -1,8 +1,8 @@
 """Making the communicators behind channels.
 
-gloo: a ``ProcessGroupGloo`` of our own on the group's store. ``split_group`` refuses gloo, and ``new_group`` either wants every process
-of the job to call it, also those of other pipelines, or numbers groups by how many each process already has, so that ranks
-with unequal numbers of channels would wait for ever under different names. Ours leave no trace in torch's registry.
+gloo: a ``ProcessGroupGloo`` of our own on the group's store. ``split_group`` refuses gloo, and ``new_group`` either wants every
+process of the job to call it, also those of other pipelines, or numbers groups by how many each process already has, so that
+ranks with unequal numbers of channels would wait for ever under different names. Ours leave no trace in torch's registry.
 
 Other backends: one ``split_group`` of the parent for each round of disjoint channels where the backend can split and the default
 group is bound to a device, else one ``new_group`` for each channel. Ranks that have no channel in a round make a group
@@ -46,7 +46,7 @@ class ChannelGroup:
             if dist.is_initialized():
                 dist.destroy_process_group(self.group)
         else:
-            self.group.shutdown()  # type: ignore[attr-defined]  # of every backend, missing in the stubs
+            self.group.shutdown()
 
 
 def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, timeout: timedelta) -> list[ChannelGroup]:
@@ -61,7 +61,7 @@ def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, time
     Raises:
         TransportError: a peer did not come in time.
     """
-    groups = []
+    groups: list[ChannelGroup] = []
     for channel in channels:
         if rank not in channel.ranks:
             continue
@@ -91,7 +91,7 @@ def open_registered(
         timeout: of every later operation.
     """
     rank, size = parent.rank(), parent.size()
-    groups = []
+    groups: list[ChannelGroup] = []
     for channels in rounds:
         taken = {member for channel in channels for member in channel.ranks}
         parts = [list(channel.ranks) for channel in channels] + [[other] for other in range(size) if other not in taken]

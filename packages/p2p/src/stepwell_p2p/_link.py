@@ -1,12 +1,14 @@
 """What all transports of one process over one process group share: channels, failure board, pending waits.
 
-Looped schedules may build a transport for each stage of a rank, and ranks may hold different numbers of stages. Building is collective,
-so it happens once per group: the first transport opens the link, the others join it, the last one to close releases it. The
-table of links holds parent groups weakly: a destroyed and re-made default group is another object and gets a fresh link.
+Looped schedules may build a transport for each stage of a rank, and ranks may hold different numbers of stages. Building is
+collective, so it happens once per group: the first transport opens the link, the others join it, the last one to close
+releases it. The table of links holds groups weakly, and so does a link: a destroyed group takes its link along, and a re-made
+default group, which is another object, gets a fresh one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -21,11 +23,11 @@ import torch.distributed as dist
 
 from ._board import FailureBoard, Note
 from ._channels import ChannelMap
-from ._compat import timeout_of
+from ._compat import own_connection, timeout_of
 from ._failure import Failure
 from ._groups import ChannelGroup, open_gloo, open_registered, rounds_of
 from ._op import Op
-from .exceptions import PeerFailure, TransportError
+from .exceptions import P2PUsageError, PeerFailure, TransportError
 
 _WAKE = timedelta(milliseconds=1)
 
@@ -67,7 +69,7 @@ class Link:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, *, stall_after: float
     ) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -79,8 +81,23 @@ class Link:
         self.users = 0
         self.failure: Failure | None = None
         self.pending: dict[Any, None] = {}
-        self._store = dist.PrefixStore(f"stepwell-p2p/{self._agree_on_name()}", group.get_group_store().clone())
+        name = _agree_on_name(group, device, self.timeout)
+        self._store = dist.PrefixStore(f"stepwell-p2p/{name}", own_connection(group.get_group_store()))
         self.board = FailureBoard(self._store, self.rank, self.size, self, stall_after=stall_after)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The pipeline's process group.
+
+        Raises:
+            P2PUsageError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise P2PUsageError(
+                "the process group of this transport was destroyed: close the transport and make a new one"
+            )
+        return group
 
     def open(self, channels: ChannelMap) -> None:
         """Make this rank's groups; every rank of the group calls it with the same map. Done once per map.
@@ -132,10 +149,8 @@ class Link:
         for handle in list(self.pending):
             for flight in handle.flights:
                 if not flight.done:
-                    try:  # a second, short wait runs out and breaks the pair, which ends the first, long one
-                        flight.work.wait(_WAKE)
-                    except RuntimeError:
-                        pass
+                    with contextlib.suppress(RuntimeError):
+                        flight.work.wait(_WAKE)  # runs out, which breaks the pair, which ends the other, long wait
 
     def notes(self, older_than: float) -> Sequence[Note]:
         """For the board: what this rank has not finished."""
@@ -165,24 +180,28 @@ class Link:
         except RuntimeError:
             return self.board.failure
 
-    def _agree_on_name(self) -> str:
-        """A name that no earlier run in the same store can have used: drawn by rank 0.
 
-        It comes over the group itself, which belongs to this run for certain; a store may outlive many.
-        """
-        store = self.group.get_group_store()
-        turn = store.add(f"stepwell-p2p/arrived/{self.rank}", 1)
-        name = torch.tensor([secrets.randbits(62)], device=self.device)
-        try:
-            dist.broadcast(name, group=self.group, group_src=0)
-        except RuntimeError as error:
-            absent = [other for other in range(self.size) if store.add(f"stepwell-p2p/arrived/{other}", 0) < turn]
-            who = f"rank {', '.join(map(str, absent))} did not come" if absent else "a peer left"
-            raise TransportError(
-                f"rank {self.rank} could not set up its transport: {who} within {self.timeout.total_seconds():g} s;"
-                f" every rank of the group must make one ({error})"
-            ) from error
-        return f"{int(name.item()):x}"
+def _agree_on_name(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> str:
+    """A name that no earlier run in the same store can have used: drawn by rank 0.
+
+    It comes over the group itself, which belongs to this run for certain; a store may outlive many.
+    """
+    store, rank = group.get_group_store(), group.rank()
+    turn = store.add(f"stepwell-p2p/arrived/{rank}", 1)
+    name = torch.tensor([secrets.randbits(62)], device=device)
+    try:
+        work = dist.broadcast(name, group=group, group_src=0, async_op=True)
+        if work is not None:
+            work.wait(timeout)
+    except RuntimeError as error:
+        others = range(group.size())
+        absent = [other for other in others if store.add(f"stepwell-p2p/arrived/{other}", 0) < turn]
+        who = f"rank {', '.join(map(str, absent))} did not come" if absent else "a peer left"
+        raise TransportError(
+            f"rank {rank} could not set up its transport: {who} within {timeout.total_seconds():g} s;"
+            f" every rank of the group must make one ({error})"
+        ) from error
+    return f"{int(name.item()):x}"
 
 
 def link_of(
@@ -207,7 +226,9 @@ def leave(link: Link, name: str) -> None:
         link.users -= 1
         if link.users:
             return
-        _links.get(link.group, {}).pop(name, None)
+        for links in list(_links.values()):
+            if links.get(name) is link:
+                del links[name]
     link.close()
 
 

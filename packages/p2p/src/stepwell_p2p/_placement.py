@@ -9,6 +9,10 @@ import attrs
 from .exceptions import P2PUsageError
 
 
+def _to_ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class Placement:
     """The map stage → rank of one pipeline.
@@ -22,7 +26,7 @@ class Placement:
         ranks: the rank of each stage, by stage index. Every rank from 0 to the highest holds at least one stage.
     """
 
-    ranks: tuple[int, ...] = attrs.field(converter=tuple)
+    ranks: tuple[int, ...] = attrs.field(converter=_to_ints)
 
     def __attrs_post_init__(self) -> None:
         if not self.ranks:

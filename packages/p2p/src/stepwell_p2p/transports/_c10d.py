@@ -74,10 +74,10 @@ class C10dTransport:
         self.name = name
         self._own = OwnMessages()
         self._routes: dict[Op, _Route] = {}
-        self._handles: dict[_Batch, None] = {}
         self._closed = False
         self._failure: Failure | None = None
         self._link: Link | None = None
+        self._group = group
         self._wire_device = self.device
         if group is not None and self.size > 1:
             if backend_for(group, self.device) == "gloo":
@@ -118,7 +118,7 @@ class C10dTransport:
                 route = self._routes.get(item.op) or self._find_route(item)
                 if route.channel is None:
                     self._post_own(item, handle)
-                elif type(item) is Send:
+                elif isinstance(item, Send):
                     tensor = self._outgoing(item)
                     work = route.channel.send([tensor], route.peer, route.tag_for(tensor.shape, tensor.dtype))
                     handle.flights.append(Flight(item.op, work, tensor))
@@ -129,7 +129,7 @@ class C10dTransport:
                     handle.received.append((item, tensor))
         else:
             self._post_fifo(batch, handle)
-        if handle.flights:
+        if link is not None and handle.flights:
             link.pending[handle] = None
         return handle
 
@@ -186,7 +186,7 @@ class C10dTransport:
             form = (tuple(tensor.shape), tensor.dtype)
             tag = tag_of(item.op) + check_of(*form) if self.rules.tagged else 0
             verb = dist.isend if isinstance(item, Send) else dist.irecv
-            ops.append(dist.P2POp(verb, tensor, group=self._link.group, tag=tag, group_peer=item.op.peer))
+            ops.append(dist.P2POp(verb, tensor, group=self._group, tag=tag, group_peer=item.op.peer))
         return ops
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class C10dTransport:
             tag = tag_of(op) if link.gloo else 0
             made = link.groups.get(self.policy.channel_of(op))
             if made is None or op.peer not in made.channel.ranks:  # no wire joins these ranks
-                route = _Route(link.group, op.peer, tag, -1)
+                route = _Route(self._group, op.peer, tag, -1)
             else:
                 number = list(link.groups).index(made.channel.name)
                 route = _Route(made.group, made.peer(op.peer), tag, number)
