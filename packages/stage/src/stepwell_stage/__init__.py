@@ -9,17 +9,25 @@ from stepwell_stage.plan._prove import PlanProof, prove
 from stepwell_stage.plan._schedule import Schedule
 from stepwell_stage.plan._simulate import Simulation, simulate
 from stepwell_stage.plan._timeline import Event, Timeline
+from stepwell_stage.run._executor import Executor, LossWeights
+from stepwell_stage.run._program import EagerProgram, StageProgram
+from stepwell_stage.run._stage import PipelineStage
 
 __all__ = [
     "Action",
     "Costs",
+    "EagerProgram",
     "EdgeCost",
     "Event",
+    "Executor",
     "Kind",
+    "LossWeights",
+    "PipelineStage",
     "Plan",
     "PlanProof",
     "Schedule",
     "Simulation",
+    "StageProgram",
     "Timeline",
     "lower",
     "prove",

@@ -1,0 +1,271 @@
+"""Runs a plan's actions for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stepwell_p2p import C10dTransport, LoopbackFabric, Transport
+
+from ..exceptions import StageUsageError
+from ..plan._lower import Plan, lower
+from ..plan._schedule import Schedule
+from ..plan._timeline import Event
+from ..plan.schedules._forward_only import forward_only
+from ._agree import Cut
+from ._microbatch import batch_size, merge, signature, split
+from ._run import METHODS, Run
+from ._stage import PipelineStage
+from ._stage_run import StepData
+
+LossWeights: TypeAlias = Literal["mean", "sum"] | Sequence[float]
+
+
+class Executor:
+    """Runs a schedule over this rank's stages.
+
+    Making one opens nothing and sends nothing; the schedule is lowered and proved under the transport's rules. The first step,
+    and the first evaluation, agree with the other ranks on what will cross. Mutable; used by one thread.
+
+    Example::
+
+        executor = Executor(stages, one_f_one_b(4, 8), loss_fn=cross_entropy)
+        executor.step(inputs)             # on the rank of the first stage
+        executor.step(target=targets)     # on the rank of the last
+        executor.step()                   # between
+
+    Args:
+        stages: this rank's stage or stages, all that the schedule places here.
+        schedule: what to run; a :class:`Plan` if it is lowered already.
+        loss_fn: on the last stage's rank: from the outputs and the target of one microbatch to a tensor with one element. Called
+            with the outputs alone where no target is given.
+        transport: what carries values; by default that of the stages, else the default process group of torch.distributed,
+            else, for a schedule of one rank, none is needed.
+        loss_weights: what each microbatch's loss counts in the gradient. ``"mean"``: its share of the samples, so that the
+            gradient is that of a mean over the batch; ``"sum"``: 1; or M numbers. Needed on the last stage's rank only.
+        trace: whether to note when each action starts and ends, in :attr:`events`.
+
+    Attributes:
+        loss: on the last stage's rank, the loss of the last step's or eval's batch: the weighted sum of its microbatches'
+            losses, a float64 scalar; else None.
+        events: with ``trace``, what this rank did in the last step or eval, and when (seconds of ``time.perf_counter``).
+
+    Raises:
+        StageUsageError: the stages are not those that the schedule places on this rank, or something that they need is missing.
+        ScheduleError: the schedule cannot be carried out.
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        schedule: Schedule | Plan,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        *,
+        transport: Transport | None = None,
+        loss_weights: LossWeights = "mean",
+        trace: bool = False,
+    ) -> None:
+        self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
+        self.plan = schedule if isinstance(schedule, Plan) else lower(schedule)
+        self.transport = _find_transport(self.stages, self.plan, transport)
+        self.trace = trace
+        self.events: tuple[Event, ...] = ()
+        self.loss: torch.Tensor | None = None
+        self._loss_fn = loss_fn
+        self._loss_weights = loss_weights
+        _check_stages(self.stages, self.plan, self.transport, loss_fn)
+        _check_weights(loss_weights, self.plan.num_microbatches)
+        self._train = Run(self.stages, self.plan, self.transport, loss_fn)
+        self._eval: Run | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage, and so takes the inputs."""
+        return any(stage.is_first for stage in self.stages)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, and so takes the targets and gives outputs and losses."""
+        return any(stage.is_last for stage in self.stages)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, for an optimizer."""
+        for stage in self.stages:
+            if isinstance(stage.submodule, nn.Module):
+                yield from stage.submodule.parameters()
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: MutableSequence[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch through the schedule: forward, loss and backward. Gradients accumulate in ``.grad``.
+
+        Args:
+            args: the batch's inputs, on the first stage's rank only. Tensors are cut along dim 0 into microbatches; those of no
+                dimension, or of size 1 there, go to every microbatch.
+            target: the batch's targets, on the last stage's rank only; cut likewise.
+            losses: a list that gets the loss of each microbatch, on the last stage's rank.
+            return_outputs: whether to keep and return the outputs.
+            kwargs: keyword inputs of this rank's stages; cut likewise.
+
+        Returns:
+            On the last stage's rank the outputs of the whole batch, detached, if asked for; elsewhere None.
+
+        Raises:
+            StageUsageError: the arguments do not fit.
+            PipeliningMetadataError: stages disagree about what crosses, or an output is not what was agreed on.
+            StageExecutionError: a stage or the loss function raised, on this rank.
+            PeerFailure: another rank failed; says which, where, and its error.
+            TransportError: the network failed.
+        """
+        if not self._train.has_backward:
+            raise StageUsageError(f"{self.plan.schedule.name} has no backward: call eval()")
+        if not torch.is_grad_enabled():
+            raise StageUsageError(
+                "step() runs backward, but gradients are disabled here; leave torch.no_grad() or call eval()"
+            )
+        return self._run(self._train, args, kwargs, target, losses, return_outputs=return_outputs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: MutableSequence[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch forward without gradients. Arguments, result and errors as in :meth:`step`.
+
+        The loss is computed where there is a target. Modules stay in the mode they are in: call ``module.eval()`` yourself.
+        Gradients are not touched.
+        """
+        if self._eval is None:
+            plan = self.plan
+            if self._train.has_backward:
+                plan = lower(forward_only(plan.placement, plan.num_microbatches), plan.links)
+            self._eval = Run(self.stages, plan, self.transport, self._loss_fn)
+        with torch.no_grad():
+            return self._run(self._eval, args, kwargs, target, losses, return_outputs=return_outputs)
+
+    def _run(
+        self,
+        run: Run,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        losses: MutableSequence[torch.Tensor] | None,
+        *,
+        return_outputs: bool,
+    ) -> Any:
+        try:
+            data, cut = self._cut(args, kwargs, target, keep_outputs=return_outputs)
+        except StageUsageError as error:
+            run.refuse(str(error))
+            raise
+        data.weights = self._weights(run.prepare(cut).sizes)
+        self.loss = None
+        self.events = run.go(data, trace=self.trace)
+        if data.losses:
+            shares = [data.weights[m] * data.losses[m].double() for m in sorted(data.losses)]
+            self.loss = torch.stack(shares).sum()
+        if losses is not None:
+            losses.extend(data.losses[microbatch] for microbatch in sorted(data.losses))
+        if self.is_last and return_outputs:
+            return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)])
+        return None
+
+    def _cut(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *, keep_outputs: bool
+    ) -> tuple[StepData, Cut | None]:
+        """The batch in microbatches, and on the first rank how it was cut."""
+        if args and not self.is_first:
+            raise StageUsageError(
+                f"rank {self.transport.rank} was given {len(args)} positional inputs, but these enter at the first stage, which"
+                " is on another rank; pass what later stages need as keyword arguments"
+            )
+        if target is not None and not self.is_last:
+            raise StageUsageError(
+                f"rank {self.transport.rank} was given a target, but the loss is computed by the last stage, on another rank"
+            )
+        count = self.plan.num_microbatches
+        inputs = split((args, dict(kwargs)), count, what="inputs")
+        targets = None if target is None else split(target, count, what="target")
+        data = StepData([a for a, _ in inputs], [k for _, k in inputs], targets, (), keep_outputs)
+        if not self.is_first:
+            return data, None
+        numbers: dict[tuple[Any, ...], int] = {}
+        groups = tuple(numbers.setdefault(signature(part), len(numbers)) for part in inputs)
+        return data, Cut(tuple(batch_size(part) for part in inputs), groups, tuple(numbers))
+
+    def _weights(self, sizes: Sequence[int]) -> Sequence[float]:
+        if self._loss_weights == "sum":
+            return [1.0] * len(sizes)
+        if self._loss_weights == "mean":
+            return [size / sum(sizes) for size in sizes]
+        return self._loss_weights
+
+
+def _find_transport(stages: Sequence[PipelineStage], plan: Plan, transport: Transport | None) -> Transport:
+    given = {id(stage.transport): stage.transport for stage in stages if stage.transport is not None}
+    if transport is None and len(given) > 1:
+        raise StageUsageError("the stages of a rank use one transport, but were given different ones")
+    found = transport or next(iter(given.values()), None)
+    if found is None:
+        if plan.placement.num_ranks == 1:
+            found = LoopbackFabric(1).transport(0)
+        elif dist.is_available() and dist.is_initialized():
+            found = C10dTransport()
+        else:
+            raise StageUsageError(
+                f"{plan.schedule.name} runs on {plan.placement.num_ranks} ranks and needs a transport: pass transport=, or"
+                " initialise torch.distributed first"
+            )
+    if found.size != plan.placement.num_ranks:
+        raise StageUsageError(
+            f"{plan.schedule.name} runs on {plan.placement.num_ranks} ranks, but the transport has {found.size}"
+        )
+    return found
+
+
+def _check_stages(
+    stages: Sequence[PipelineStage],
+    plan: Plan,
+    transport: Transport,
+    loss_fn: Callable[..., torch.Tensor] | None,
+) -> None:
+    expected = plan.placement.stages_of(transport.rank)
+    got = tuple(sorted(stage.stage_index for stage in stages))
+    if got != expected:
+        raise StageUsageError(
+            f"{plan.schedule.name} places stages {list(expected)} on rank {transport.rank}, but it was given {list(got)};"
+            f" the placement is {list(plan.placement.ranks)} (the rank of each stage)"
+        )
+    for stage in stages:
+        if stage.num_stages != plan.placement.num_stages:
+            raise StageUsageError(
+                f"stage {stage.stage_index} says that there are {stage.num_stages} stages, the schedule has"
+                f" {plan.placement.num_stages}"
+            )
+        if stage.is_last and plan.schedule.has_backward and loss_fn is None:
+            raise StageUsageError(f"{plan.schedule.name} runs backward, so the last stage's rank needs a loss_fn")
+    unknown = sorted({action.kind.value for row in plan.actions for action in row if action.kind not in METHODS})
+    if unknown:
+        raise StageUsageError(f"{plan.schedule.name}: this executor does not run actions {', '.join(unknown)}")
+
+
+def _check_weights(weights: LossWeights, num_microbatches: int) -> None:
+    if isinstance(weights, str):
+        if weights not in ("mean", "sum"):
+            raise StageUsageError(f"loss_weights must be 'mean', 'sum' or one number per microbatch, got {weights!r}")
+    elif len(weights) != num_microbatches:
+        raise StageUsageError(
+            f"loss_weights must have one number for each of {num_microbatches} microbatches, got {len(weights)}"
+        )

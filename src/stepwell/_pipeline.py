@@ -1,0 +1,197 @@
+"""Joins pieces of a model, a schedule and a world into something that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from stepwell_meta import TensorMeta
+from stepwell_p2p import Edge, Op, OpKind, Recv, Send
+from stepwell_stage import Executor, LossWeights, PipelineStage, Schedule, Timeline, schedules
+
+from ._gather import gather_timeline
+from ._launch import World
+from .exceptions import PipelineError
+
+
+@attrs.frozen(eq=False)
+class StepResult:
+    """What a step or an evaluation came to.
+
+    Attributes:
+        loss: the batch's loss (the weighted sum of its microbatches'), on every rank; None in an evaluation without target.
+        outputs: the model's outputs for the whole batch, on the rank of the last stage, if asked for; elsewhere None.
+    """
+
+    loss: float | None
+    outputs: Any
+
+
+def pipeline(
+    pieces: Sequence[nn.Module | Callable[[], nn.Module]],
+    world: World,
+    *,
+    loss_fn: Callable[..., torch.Tensor],
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    loss_weights: LossWeights = "mean",
+    trace: bool = False,
+) -> Pipeline:
+    """A pipeline over the ranks of ``world``.
+
+    Args:
+        pieces: the model as modules that run one after the other, each with the outputs of the one before as its positional
+            arguments (an ``nn.Sequential`` is such a sequence). Consecutive pieces are put together to as many stages as the
+            schedule has, as evenly as their number allows. A piece may be a function that makes the module, called only on the
+            rank that runs it.
+        world: which rank this is; see :func:`stepwell.launch`.
+        loss_fn: from the model's outputs and a target to the loss of one microbatch.
+        schedule: a name (one of ``stepwell_stage.schedules.BY_NAME``), or a schedule for as many ranks as there are.
+        microbatches: how many microbatches a batch is cut into; needed with a name, and by default as many as ranks.
+        loss_weights: see :class:`stepwell_stage.Executor`.
+        trace: whether to note what happens when, for :meth:`Pipeline.timeline`.
+
+    Raises:
+        PipelineError: the pieces, the schedule and the number of ranks do not fit together.
+    """
+    plan = _schedule(schedule, world.size, microbatches)
+    num_stages = plan.placement.num_stages
+    if len(pieces) < num_stages:
+        raise PipelineError(
+            f"{plan.name} on {world.size} ranks has {num_stages} stages, but the model has {len(pieces)} pieces;"
+            " use fewer ranks or cut the model into more pieces"
+        )
+    stages = []
+    for index in plan.placement.stages_of(world.rank):
+        start, end = (len(pieces) * bound // num_stages for bound in (index, index + 1))
+        own = [piece if isinstance(piece, nn.Module) else piece() for piece in pieces[start:end]]
+        stages.append(PipelineStage(_Chain(own, start), index, num_stages, world.device))
+    executor = Executor(stages, plan, loss_fn, transport=world.transport, loss_weights=loss_weights, trace=trace)
+    return Pipeline(executor, world)
+
+
+class Pipeline:
+    """A model over all ranks, in terms of the whole model: every rank passes the whole batch, and gets the loss.
+
+    Made by :func:`stepwell.pipeline`. Every method is called on every rank.
+
+    Attributes:
+        executor: what runs this rank's stages.
+        world: which rank this is.
+    """
+
+    def __init__(self, executor: Executor, world: World) -> None:
+        self.executor = executor
+        self.world = world
+        self._last = executor.plan.placement.ranks[-1]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, for an optimizer."""
+        return self.executor.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Likewise with names that are the same however the pieces are spread: the piece's number, and the name in it."""
+        for stage in self.executor.stages:
+            if isinstance(stage.submodule, nn.Module):
+                yield from stage.submodule.named_parameters()
+
+    def train(self, *, mode: bool = True) -> None:
+        """Put this rank's modules into training mode, or out of it."""
+        for stage in self.executor.stages:
+            if isinstance(stage.submodule, nn.Module):
+                stage.submodule.train(mode)
+
+    def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> StepResult:
+        """Run a batch forward and backward; gradients accumulate in ``.grad``.
+
+        Args:
+            args: the model's inputs: of the whole batch, on every rank. Only the first stage's rank uses them.
+            target: what ``loss_fn`` gets. Only the last stage's rank uses it.
+            return_outputs: whether the result shall hold the outputs.
+            kwargs: keyword inputs of this rank's stages.
+        """
+        outputs = self.executor.step(
+            *self._inputs(args), target=self._target(target), return_outputs=return_outputs, **kwargs
+        )
+        return StepResult(self._share_loss(), outputs)
+
+    def eval(self, *args: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> StepResult:
+        """Run a batch forward, without gradients; arguments as in :meth:`step`.
+
+        The loss is computed if a target is given. Modules stay in the mode they are in, see :meth:`train`.
+        """
+        outputs = self.executor.eval(
+            *self._inputs(args), target=self._target(target), return_outputs=return_outputs, **kwargs
+        )
+        return StepResult(self._share_loss(), outputs)
+
+    def timeline(self) -> Timeline | None:
+        """What all ranks did in the last step, on the rank of the last stage; None elsewhere. Needs ``trace=True``.
+
+        Times are comparable where ranks share a clock, which they do on one host.
+        """
+        if not self.executor.events:
+            raise PipelineError("nothing was traced: pass trace=True to pipeline(), and take a step first")
+        return gather_timeline(self.executor, to=self._last)
+
+    def _inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if self.executor.is_first else ()
+
+    def _target(self, target: Any) -> Any:
+        return target if self.executor.is_last else None
+
+    def _share_loss(self) -> float | None:
+        """The last rank's loss, on every rank: one message of two numbers to each."""
+        world, loss = self.world, self.executor.loss
+        if world.rank != self._last:
+            receive = Recv(Op(OpKind.RECV_F, Edge(self._last, world.rank), 0, -4), _LOSS)
+            (message,) = world.transport.post([receive]).wait()
+            known, value = message.tolist()
+            return value if known else None
+        value = None if loss is None else loss.item()
+        message = torch.tensor([0.0, 0.0] if value is None else [1.0, value], dtype=torch.float64)
+        for rank in range(world.size):
+            if rank != world.rank:
+                world.transport.post([Send(Op(OpKind.SEND_F, Edge(world.rank, rank), 0, -4), message)]).wait()
+        return value
+
+
+class _Chain(nn.Module):
+    """Consecutive pieces as one stage, under the numbers that they have in the whole model."""
+
+    def __init__(self, pieces: Sequence[nn.Module], first: int) -> None:
+        super().__init__()
+        for number, piece in enumerate(pieces, first):
+            self.add_module(str(number), piece)
+
+    def forward(self, *values: Any, **kwargs: Any) -> Any:
+        """Run the pieces one after the other; keyword inputs go to the first."""
+        result: Any = values
+        for piece in self.children():
+            result = piece(*(result if isinstance(result, tuple | list) else (result,)), **kwargs)
+            kwargs = {}
+        return result
+
+
+def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None) -> Schedule:
+    if isinstance(schedule, Schedule):
+        if microbatches not in (None, schedule.num_microbatches):
+            raise PipelineError(
+                f"{schedule.name} was made for {schedule.num_microbatches} microbatches, but microbatches={microbatches}"
+            )
+        if schedule.placement.num_ranks != ranks:
+            raise PipelineError(
+                f"{schedule.name} was made for {schedule.placement.num_ranks} ranks, but there are {ranks}"
+            )
+        return schedule
+    make = schedules.BY_NAME.get(schedule)
+    if make is None:
+        raise PipelineError(f"unknown schedule {schedule!r}; known are {', '.join(schedules.BY_NAME)}")
+    return make(ranks, ranks if microbatches is None else microbatches)
+
+
+_LOSS = TensorMeta((2,), (1,), torch.float64)
