@@ -152,10 +152,6 @@ class Costs:
             return self.backward_weight
         return tuple(max(0.0, whole - part) for whole, part in zip(self.backward, self.input_costs, strict=True))
 
-    def message_bytes(self, source: int, destination: int) -> int:
-        """Size of one message from one stage to another, and of the gradient that comes back."""
-        return self.output_bytes[source]
-
     def link(self, source: int, destination: int) -> tuple[float, float]:
         """Latency and bandwidth from one rank to another."""
         for edge in self.edges:

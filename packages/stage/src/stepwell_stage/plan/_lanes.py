@@ -62,7 +62,7 @@ class Lanes:
         moved = []
         for channel, members in by_channel.items():
             lane = self._lane_of.setdefault((rank, channel), deque())
-            lane.append(_Group(is_send, members))
+            lane.append(_Group(members, is_send=is_send))
             if len(lane) == 1:
                 moved.append((rank, channel))
         self._advance(moved)
@@ -89,7 +89,7 @@ class Lanes:
             if posted[message] and not started[message]:
                 channel = self._channels[message // self.messages.num_microbatches]
                 head = self._lane_of[end, channel][0]
-                first = next(m for m in head.members if not self._done(m, head.is_send))
+                first = next(m for m in head.members if not self._done(m, is_send=head.is_send))
                 verb = "sends" if head.is_send else "receives"
                 head_edge = self.messages.edge(first)
                 culprit = head_edge.destination if head.is_send else head_edge.source
@@ -100,7 +100,7 @@ class Lanes:
                 return text, culprit
         return "", other
 
-    def _done(self, message: int, is_send: bool) -> bool:
+    def _done(self, message: int, *, is_send: bool) -> bool:
         return bool((self.send_done if is_send else self.recv_done)[message])
 
     def _start(self, message: int, *, is_send: bool) -> None:
@@ -126,7 +126,7 @@ class Lanes:
                         self._start(message, is_send=head.is_send)
                         edge = self.messages.edge(message)
                         moved.append((edge.destination if head.is_send else edge.source, key[1]))
-                if not all(self._done(message, head.is_send) for message in head.members):
+                if not all(self._done(message, is_send=head.is_send) for message in head.members):
                     break
                 lane.popleft()
 
@@ -136,7 +136,7 @@ class _Group:
 
     __slots__ = ("is_send", "members", "started")
 
-    def __init__(self, is_send: bool, members: list[int]) -> None:
+    def __init__(self, members: list[int], *, is_send: bool) -> None:
         self.is_send = is_send
         self.members = members
         self.started = False

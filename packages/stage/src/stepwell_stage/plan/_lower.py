@@ -1,20 +1,24 @@
 """Lowering: communication put into a schedule.
 
-For every wire between two ranks the sender gets a SEND right after the action that makes the value, and the receiver a RECV some
+For every link between two ranks the sender gets a SEND right after the action that makes the value, and the receiver a RECV some
 actions before the one that takes it. Three rules keep it safe and lean:
 
 * *Order.* On each edge receives are posted in the order of the sends, whatever order they are consumed in. So both ends of a
-  first-in-first-out channel agree without looking at each other.
+  first-in-first-out channel agree without looking at each other. A stage that takes values from several others has one RECV for
+  each, since no one order of its receives may suit every edge.
 * *Early, but not too early.* A receive is posted ``prefetch`` compute actions ahead of its use: early enough that the transfer
   runs under other work, late enough that buffers follow the microbatches in flight and not M.
-* *Let go.* A sent value is kept until its send is done. Its WAIT stands where waiting costs nothing: for activations before the
-  backward of the same microbatch (whose gradient proves the arrival), else ``window`` sends later on.
+* *Let go.* A sent value is kept until its send is done. Its WAIT stands where waiting costs nothing and can close no circle: for
+  a value right after the backward of the same microbatch, whose gradient proves the arrival; for what is not answered
+  (gradients, and values where there is no backward) before the first action that, in a timeline of equal actions, starts after
+  the receiver has used it. All waits lead forward in that one timeline, so no circle of them can close.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable
+import heapq
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 
 import attrs
 
@@ -22,7 +26,13 @@ from stepwell_p2p._placement import Placement
 
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
-from ._schedule import Schedule
+from ._messages import Messages, Port
+from ._schedule import Schedule, in_time
+from ._shard import with_data_parallel
+
+
+def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(row) for row in rows)
 
 
 @attrs.frozen
@@ -37,7 +47,7 @@ class Plan:
 
     schedule: Schedule
     links: tuple[tuple[int, int], ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
 
     @property
     def placement(self) -> Placement:
@@ -49,14 +59,16 @@ class Plan:
         """M."""
         return self.schedule.num_microbatches
 
-    def peers(self, stage: int, kind: Kind) -> tuple[int, ...]:
-        """The stages on other ranks with which a SEND or RECV of ``stage`` exchanges values, ascending."""
-        downstream = kind in (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_F)
+    def peers(self, action: Action) -> tuple[int, ...]:
+        """The stages on other ranks with which a SEND, RECV or WAIT exchanges values, ascending."""
+        if action.peer is not None:
+            return (action.peer,)
+        downstream = action.kind in (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_F)
         ranks = self.placement.ranks
         found = (
             (destination if downstream else source)
             for source, destination in self.links
-            if (source if downstream else destination) == stage and ranks[source] != ranks[destination]
+            if (source if downstream else destination) == action.stage and ranks[source] != ranks[destination]
         )
         return tuple(sorted(found))
 
@@ -66,18 +78,27 @@ def lower(
     links: Iterable[tuple[int, int]] | None = None,
     *,
     prefetch: int = 1,
-    window: int = 2,
+    sharded: Collection[int] = (),
+    reduced: Collection[int] = (),
+    max_unsharded: int = 3,
 ) -> Plan:
     """Put communication into a schedule.
+
+    Example::
+
+        plan = lower(one_f_one_b(4, 8))                    # a chain
+        plan = lower(one_f_one_b(4, 8), [(0, 1), (1, 2), (2, 3), (0, 3)])    # with a skip connection
 
     Args:
         schedule: what each rank computes.
         links: pairs of stages (source, later destination) between which values travel; by default each stage and the next.
         prefetch: how many compute actions ahead of its use a receive is posted, at least 0.
-        window: how many sends of one edge may be under way before the oldest is waited for, at least 1.
+        sharded: stages whose parameters are gathered (UNSHARD) before they compute and freed (RESHARD) afterwards.
+        reduced: stages whose gradients are reduced (REDUCE_GRAD) after their last backward.
+        max_unsharded: how many sharded stages a rank may have gathered at once: those at work, and those coming next.
 
     Raises:
-        ScheduleError: a link names a stage that is not there, or does not lead to a later stage; a limit is too small.
+        ScheduleError: a link or stage that is not there, a link that does not lead to a later stage, a limit that is too small.
     """
     num_stages = schedule.placement.num_stages
     chosen = tuple(sorted(set(links))) if links is not None else tuple((s, s + 1) for s in range(num_stages - 1))
@@ -86,94 +107,147 @@ def lower(
             raise ScheduleError(
                 f"link {source} -> {destination} must lead from a stage to a later one of the {num_stages} stages"
             )
-    if prefetch < 0 or window < 1:
-        raise ScheduleError(f"prefetch must be at least 0 and window at least 1, got {prefetch} and {window}")
-    return Plan(schedule, chosen, _Lowering(schedule, chosen, prefetch, window).actions())
+    for stage in (*sharded, *reduced):
+        if not 0 <= stage < num_stages:
+            raise ScheduleError(
+                f"stage {stage} was said to be data parallel, but there are stages 0 to {num_stages - 1}"
+            )
+    if prefetch < 0:
+        raise ScheduleError(f"prefetch must be at least 0, got {prefetch}")
+    rows: Iterable[list[Action]] = _Lowering(schedule, chosen, prefetch).rows()
+    if sharded or reduced:
+        rows = with_data_parallel(rows, set(sharded), set(reduced), max_unsharded)
+    return Plan(schedule, chosen, rows)
+
+
+# Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
+SEND_F, SEND_B, RECV_F, RECV_B = Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B
+WAIT_F, WAIT_B = Kind.WAIT_F, Kind.WAIT_B
 
 
 class _Lowering:
     """One run of :func:`lower`; holds the tables that all ranks share."""
 
-    def __init__(self, schedule: Schedule, links: tuple[tuple[int, int], ...], prefetch: int, window: int) -> None:
+    def __init__(self, schedule: Schedule, links: tuple[tuple[int, int], ...], prefetch: int) -> None:
         self.schedule = schedule
-        self.ranks = schedule.placement.ranks
         self.prefetch = prefetch
-        self.window = window
-        crossing = [(a, b) for a, b in links if self.ranks[a] != self.ranks[b]]
-        self.consumers: dict[int, list[int]] = defaultdict(list)
-        self.producers: dict[int, list[int]] = defaultdict(list)
-        for source, destination in crossing:
-            self.consumers[source].append(destination)
-            self.producers[destination].append(source)
+        self.count = schedule.num_microbatches
+        self.messages = Messages.of(schedule.placement, links, self.count)
+        self.answered = schedule.has_backward
+        self.slots: list[list[int]] = [[] for _ in schedule.actions]  # when each action runs, were all equally long
+        size = self.count * schedule.placement.num_stages
+        self.forward, self.backward = [0] * size, [0] * size  # likewise for each stage and microbatch
+        for rank, action, slot in in_time(schedule):
+            self.slots[rank].append(slot)
+            for leaf in action.parts or (action,):
+                if leaf.kind is F:
+                    self.forward[leaf.stage * self.count + (leaf.microbatch or 0)] = slot
+                elif leaf.kind is not W:
+                    self.backward[leaf.stage * self.count + (leaf.microbatch or 0)] = slot
+        self.incoming = self._incoming()
 
-    def actions(self) -> tuple[tuple[Action, ...], ...]:
-        incoming = self._incoming()
-        return tuple(tuple(self._row(rank, incoming[rank])) for rank in range(len(self.schedule.actions)))
+    def rows(self) -> Iterator[list[Action]]:
+        """Each rank's actions."""
+        for rank in range(len(self.schedule.actions)):
+            yield self._row(rank)
 
-    def _incoming(self) -> list[dict[int, list[Action]]]:
-        """For each rank, by source rank, the RECVs that the source's sends call for, in the order of those sends."""
-        incoming: list[dict[int, list[Action]]] = [defaultdict(list) for _ in self.schedule.actions]
-        for rank, row in enumerate(self.schedule.actions):
+    def _incoming(self) -> list[dict[int, deque[tuple[int, Action]]]]:
+        """For each rank, by source rank, the RECVs that the source's sends call for and their messages, in the sends' order."""
+        ranks, ports = self.schedule.placement.ranks, self.messages.ports
+        incoming: list[dict[int, deque[tuple[int, Action]]]] = [{} for _ in self.schedule.actions]
+        calls = {
+            kind: [
+                [
+                    (
+                        port.base,
+                        port.peer,
+                        stage if len(ports[receive][port.peer]) > 1 else None,
+                        incoming[ranks[port.peer]].setdefault(ranks[stage], deque()),
+                    )
+                    for port in row
+                ]
+                for stage, row in enumerate(ports[send])
+            ]
+            for kind, send, receive in (
+                (F, SEND_F, RECV_F),
+                (B, SEND_B, RECV_B),
+                (I, SEND_B, RECV_B),
+            )
+        }
+        for row in self.schedule.actions:
             for action in row:
-                for stage in self.consumers[action.stage] if action.kind is Kind.F else ():
-                    incoming[self.ranks[stage]][rank].append(Action(stage, Kind.RECV_F, action.microbatch))
-                for stage in self.producers[action.stage] if action.kind in (Kind.B, Kind.I) else ():
-                    incoming[self.ranks[stage]][rank].append(Action(stage, Kind.RECV_B, action.microbatch))
+                for leaf in action.parts or (action,):
+                    if leaf.kind is W:
+                        continue
+                    receive = RECV_F if leaf.kind is F else RECV_B
+                    for base, peer, source, queue in calls[leaf.kind][leaf.stage]:
+                        queue.append((base + leaf.microbatch, Action(peer, receive, leaf.microbatch, source)))  # type: ignore[operator]
         return incoming
 
-    def _row(self, rank: int, incoming: dict[int, list[Action]]) -> Iterable[Action]:
-        row = self.schedule.actions[rank]
-        queues = {source: deque(receives) for source, receives in incoming.items()}
-        posted: set[Action] = set()
-        underway: dict[tuple[int, Kind], deque[Action]] = defaultdict(deque)
+    def _row(self, rank: int) -> list[Action]:
+        row, slots = self.schedule.actions[rank], self.slots[rank]
+        out: list[Action] = []
+        posted = set[int]()
+        waits: list[tuple[int, int, Action]] = []  # when each may stand, a number to keep ties in order, the WAIT
         position = 0
         for done, action in enumerate(row):
-            # Post what the actions up to `prefetch` ahead will take.
-            while position < len(row) and position <= done + self.prefetch:
-                yield from self._receives(row[position], queues, posted)
+            while waits and waits[0][0] <= slots[done]:
+                out.append(heapq.heappop(waits)[2])
+            while position < len(row) and position <= done + self.prefetch:  # what the next actions will take
+                for leaf in row[position].parts or (row[position],):
+                    self._receive(rank, leaf, posted, out)
                 position += 1
-            if action.kind in (Kind.B, Kind.I) and self.consumers[action.stage]:
-                # Every consumer has sent its gradient back by now, so the activation has long arrived.
-                wait = Action(action.stage, Kind.WAIT_F, action.microbatch)
-                yield action
-                yield wait
-            else:
-                yield action
-            yield from self._sends(action, underway)
-        for queue in underway.values():
-            yield from queue
+            out.append(action)
+            for leaf in action.parts or (action,):
+                self._send(leaf, waits, out)
+        out.extend(wait for _, _, wait in sorted(waits))
+        return out
 
-    def _receives(self, action: Action, queues: dict[int, deque[Action]], posted: set[Action]) -> Iterable[Action]:
-        """The RECV that a compute action needs, after those that were sent before it on the same edge."""
-        if action.kind is Kind.F:
-            needed, peers = Action(action.stage, Kind.RECV_F, action.microbatch), self.producers[action.stage]
-        elif action.kind in (Kind.B, Kind.I):
-            needed, peers = Action(action.stage, Kind.RECV_B, action.microbatch), self.consumers[action.stage]
-        else:
+    def _receive(self, rank: int, action: Action, posted: set[int], out: list[Action]) -> None:
+        """The RECVs that a compute action needs, each after those that were sent before it on the same edge."""
+        if action.kind is W:
             return
-        if needed in posted:
-            return
-        for source in sorted({self.ranks[peer] for peer in peers}):
-            queue = queues[source]
-            while (receive := queue.popleft()) != needed:
-                if receive not in posted:
-                    posted.add(receive)
-                    yield receive
-        if peers:
-            posted.add(needed)
-            yield needed
+        ranks = self.schedule.placement.ranks
+        for port in self.messages.ports[RECV_F if action.kind is F else RECV_B][action.stage]:
+            message = port.base + (action.microbatch or 0)
+            if message in posted:
+                posted.remove(message)
+                continue
+            queue = self.incoming[rank][ranks[port.peer]]
+            while True:
+                number, receive = queue.popleft()
+                out.append(receive)
+                if number == message:
+                    break
+                posted.add(number)
 
-    def _sends(self, action: Action, underway: dict[tuple[int, Kind], deque[Action]]) -> Iterable[Action]:
+    def _send(self, action: Action, waits: list[tuple[int, int, Action]], out: list[Action]) -> None:
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
-        if kind is Kind.F and self.consumers[stage]:
-            send, wait, waited_by_backward = Kind.SEND_F, Kind.WAIT_F, self.schedule.has_backward
-        elif kind in (Kind.B, Kind.I) and self.producers[stage]:
-            send, wait, waited_by_backward = Kind.SEND_B, Kind.WAIT_B, False
-        else:
+        if kind is W:
             return
-        queue = underway[stage, wait]
-        if not waited_by_backward:
-            if len(queue) >= self.window:
-                yield queue.popleft()
-            queue.append(Action(stage, wait, microbatch))
-        yield Action(stage, send, microbatch)
+        consumers = self.messages.ports[SEND_F][stage]
+        if kind is F:
+            if consumers:
+                out.append(Action(stage, SEND_F, microbatch))
+                if not self.answered:
+                    self._let_go(Action(stage, WAIT_F, microbatch), consumers, self.forward, waits, len(out))
+            return
+        producers = self.messages.ports[SEND_B][stage]
+        if producers:
+            out.append(Action(stage, SEND_B, microbatch))
+            self._let_go(Action(stage, WAIT_B, microbatch), producers, self.backward, waits, len(out))
+        if consumers:
+            out.append(Action(stage, WAIT_F, microbatch))
+
+    def _let_go(
+        self,
+        wait: Action,
+        ports: Iterable[Port],
+        used: list[int],
+        waits: list[tuple[int, int, Action]],
+        number: int,
+    ) -> None:
+        """Note the WAIT for when all receivers have used the message."""
+        last = max(used[port.peer * self.count + (wait.microbatch or 0)] for port in ports)
+        heapq.heappush(waits, (last + 1, number, wait))

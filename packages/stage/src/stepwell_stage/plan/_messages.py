@@ -80,13 +80,11 @@ class Messages:
 
     def of_action(self, action: Action) -> tuple[int, ...]:
         """The messages that a SEND, RECV or WAIT concerns."""
-        kind = _WAITED.get(action.kind, action.kind)
+        ports = self.ports[_WAITED.get(action.kind, action.kind)][action.stage]
         microbatch = action.microbatch or 0
-        return tuple(
-            port.base + microbatch
-            for port in self.ports[kind][action.stage]
-            if action.peer is None or action.peer == port.peer
-        )
+        if action.peer is None and len(ports) == 1:
+            return (ports[0].base + microbatch,)
+        return tuple(port.base + microbatch for port in ports if action.peer is None or action.peer == port.peer)
 
     def edge(self, message: int) -> Edge:
         """From which rank to which it travels."""

@@ -90,6 +90,12 @@ def _check_compute(plan: Plan) -> None:
             )
 
 
+# Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
+SEND_F, SEND_B, RECV_F, RECV_B = Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B
+WAIT_F, WAIT_B = Kind.WAIT_F, Kind.WAIT_B
+
+
 class _Walk:
     """The walk; holds what is true so far."""
 
@@ -112,8 +118,8 @@ class _Walk:
         self.left = [0] * plan.placement.num_stages  # backwards still to come, for REDUCE_GRAD
         for row in self.rows:
             for action in row:
-                for leaf in action.leaves:
-                    if leaf.kind is Kind.B or leaf.kind is Kind.W:
+                for leaf in action.parts or (action,):
+                    if leaf.kind is B or leaf.kind is W:
                         self.left[leaf.stage] += 1
         self.waited = bytearray(len(self.messages))
 
@@ -150,7 +156,7 @@ class _Walk:
     def _take(self, rank: int, action: Action) -> int | None:
         """Do an action, or return the message that it has to wait for."""
         kind = action.kind
-        if kind is Kind.F or kind is Kind.B or kind is Kind.I or kind is Kind.W:
+        if kind is F or kind is B or kind is I or kind is W:
             missing = self._missing(rank, action)
             if missing is None:
                 self._compute(rank, action)
@@ -163,11 +169,11 @@ class _Walk:
             for leaf in action.parts:
                 self._compute(rank, leaf)
             return None
-        if kind is Kind.RECV_F or kind is Kind.RECV_B:
+        if kind is RECV_F or kind is RECV_B:
             self._receive(rank, action)
-        elif kind is Kind.SEND_F or kind is Kind.SEND_B:
+        elif kind is SEND_F or kind is SEND_B:
             self._send(rank, action)
-        elif kind is Kind.WAIT_F or kind is Kind.WAIT_B:
+        elif kind is WAIT_F or kind is WAIT_B:
             return self._wait(rank, action)
         else:
             self._data_parallel(rank, action)
@@ -179,14 +185,14 @@ class _Walk:
         at = stage * self.m + microbatch
         if stage in self.gathers and stage not in self.unsharded[rank]:
             raise self._error(rank, action, f"{stage}UNSHARD must come before it, and {stage}RESHARD after it")
-        if kind is Kind.W:
+        if kind is W:
             if not self.split[at]:
                 raise self._error(rank, action, f"{stage}I{microbatch} must come before it")
             return None
-        if kind is Kind.F:
+        if kind is F:
             if self.forward_done[at]:
                 raise self._error(rank, action, "it is there twice")
-            ports = self.messages.ports[Kind.RECV_F][stage]
+            ports = self.messages.ports[RECV_F][stage]
             for source in self.messages.local_sources[stage]:
                 if not self.forward_done[source * self.m + microbatch]:
                     raise self._error(
@@ -199,7 +205,7 @@ class _Walk:
                 raise self._error(
                     rank, action, f"the backward of stage {stage}, microbatch {microbatch} is there twice"
                 )
-            ports = self.messages.ports[Kind.RECV_B][stage]
+            ports = self.messages.ports[RECV_B][stage]
             for destination in self.messages.local_destinations[stage]:
                 if not self.backward_done[destination * self.m + microbatch]:
                     raise self._error(
@@ -218,18 +224,18 @@ class _Walk:
     def _compute(self, rank: int, action: Action) -> None:
         stage, kind = action.stage, action.kind
         at = stage * self.m + (action.microbatch or 0)
-        if kind is Kind.F:
+        if kind is F:
             self.forward_done[at] = 1
             self.held[rank] += 1
             self.peaks[0][rank] = max(self.peaks[0][rank], self.held[rank])
-            self.receives[rank] -= len(self.messages.ports[Kind.RECV_F][stage])
+            self.receives[rank] -= len(self.messages.ports[RECV_F][stage])
             return
-        if kind is Kind.W:
+        if kind is W:
             self.split[at] = 0
         else:
             self.backward_done[at] = 1
-            self.receives[rank] -= len(self.messages.ports[Kind.RECV_B][stage])
-            if kind is Kind.I:
+            self.receives[rank] -= len(self.messages.ports[RECV_B][stage])
+            if kind is I:
                 self.split[at] = 1
                 return
         self.held[rank] -= 1
@@ -249,9 +255,9 @@ class _Walk:
         stage, microbatch = action.stage, action.microbatch or 0
         numbers = self.messages.of_action(action)
         self._check_numbers(rank, action, numbers)
-        done = self.forward_done if action.kind is Kind.SEND_F else self.backward_done
+        done = self.forward_done if action.kind is SEND_F else self.backward_done
         if not done[stage * self.m + microbatch]:
-            made_by = f"{stage}F{microbatch}" if action.kind is Kind.SEND_F else f"the backward of stage {stage}"
+            made_by = f"{stage}F{microbatch}" if action.kind is SEND_F else f"the backward of stage {stage}"
             raise self._error(rank, action, f"{made_by}, which makes what it sends, must come before it")
         for message in numbers:
             if self.lanes.send_posted[message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import attrs
 
@@ -10,6 +10,10 @@ from stepwell_p2p._placement import Placement
 
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
+
+
+def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(row) for row in rows)
 
 
 @attrs.frozen
@@ -32,7 +36,7 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int
-    actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=lambda rows: tuple(tuple(row) for row in rows))
+    actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -60,8 +64,9 @@ class Schedule:
         slots: list[dict[int, str]] = [{} for _ in self.actions]
         width = last = 0
         for rank, action, slot in in_time(self):
-            slots[rank][slot] = str(action)
-            width = max(width, len(str(action)))
+            text = "+".join(map(str, action.leaves))
+            slots[rank][slot] = text
+            width = max(width, len(text))
             last = max(last, slot)
         lines = []
         for rank, row in enumerate(slots):
@@ -70,91 +75,125 @@ class Schedule:
         return "\n".join(lines)
 
     def _check_sets(self) -> None:
-        seen: set[Action] = set()
+        count, ranks = self.num_microbatches, self.placement.ranks
+        seen = bytearray(count * len(ranks))  # for each stage and microbatch which kinds it has, as bits
         for rank, row in enumerate(self.actions):
             for action in row:
-                if not action.kind.is_compute:
-                    raise ScheduleError(
-                        f"{action} on rank {rank}: a schedule holds compute actions only; lower() adds the rest"
-                    )
-                if not 0 <= action.stage < self.placement.num_stages or self.placement.ranks[action.stage] != rank:
-                    raise ScheduleError(
-                        f"{action} on rank {rank}: that rank holds stages {self.placement.stages_of(rank)}"
-                    )
-                if action.microbatch is None or not 0 <= action.microbatch < self.num_microbatches:
-                    raise ScheduleError(f"{action} on rank {rank}: there are {self.num_microbatches} microbatches")
-                if action in seen:
-                    raise ScheduleError(f"{action} on rank {rank} appears twice")
-                seen.add(action)
-        backward = self.has_backward
-        for stage in range(self.placement.num_stages):
-            for microbatch in range(self.num_microbatches):
-                kinds = {kind for kind in Kind if kind.is_compute and Action(stage, kind, microbatch) in seen}
-                if kinds not in (_FULL, _SPLIT) if backward else kinds != {Kind.F}:
-                    expected = "F and B, or F, I and W" if backward else "F"
-                    got = " and ".join(sorted(kind.value for kind in kinds)) or "nothing"
-                    raise ScheduleError(
-                        f"{self.name}: microbatch {microbatch} has {got} on stage {stage}, expected {expected}"
-                    )
+                for leaf in action.parts or (action,):
+                    stage, microbatch = leaf.stage, leaf.microbatch
+                    bit = _BITS.get(leaf.kind)
+                    if bit is None:
+                        raise ScheduleError(
+                            f"{self.name}: {leaf} on rank {rank}: a schedule holds compute actions only; lower() adds the rest"
+                        )
+                    if not 0 <= stage < len(ranks) or ranks[stage] != rank:
+                        raise ScheduleError(
+                            f"{self.name}: {leaf} on rank {rank}: that rank holds stages {self.placement.stages_of(rank)}"
+                        )
+                    if microbatch is None or not 0 <= microbatch < count:
+                        raise ScheduleError(
+                            f"{self.name}: {leaf} on rank {rank}: there are microbatches 0 to {count - 1}"
+                        )
+                    at = stage * count + microbatch
+                    if seen[at] & bit:
+                        raise ScheduleError(f"{self.name}: {leaf} on rank {rank} appears twice")
+                    seen[at] |= bit
+        legal, expected = _LEGAL[self.has_backward]
+        if seen.translate(None, legal):  # what is left over is wrong
+            at = next(i for i, bits in enumerate(seen) if bits not in legal)
+            got = " and ".join(kind.value for kind, bit in _BITS.items() if seen[at] & bit) or "nothing"
+            raise ScheduleError(
+                f"{self.name}: microbatch {at % count} has {got} on stage {at // count}, expected {expected}"
+            )
 
 
-_FULL = {Kind.F, Kind.B}
-_SPLIT = {Kind.F, Kind.I, Kind.W}
-
-
-def needs(action: Action, num_stages: int, split: bool) -> tuple[Action, ...]:
-    """What must be done before a compute action may run.
-
-    Args:
-        action: a compute action.
-        num_stages: number of stages.
-        split: whether the *next* stage's backward of that microbatch is split into I and W.
-    """
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.F:
-        return (Action(stage - 1, Kind.F, microbatch),) if stage else ()
-    if kind is Kind.W:
-        return (Action(stage, Kind.I, microbatch),)
-    own = Action(stage, Kind.F, microbatch)
-    if stage + 1 == num_stages:
-        return (own,)
-    return own, Action(stage + 1, Kind.I if split else Kind.B, microbatch)
+_BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
+_LEGAL = {False: (bytes([1]), "F"), True: (bytes([1 | 2, 1 | 4 | 8]), "F and B, or F, I and W")}
 
 
 def in_time(schedule: Schedule) -> Iterator[tuple[int, Action, int]]:
     """Every action with its rank and time slot, where each action takes one slot and starts as early as it may.
 
+    A stage's F comes after that of the stage before it, its B or I after its own F and that of the stage behind it, its W after
+    its I. An action comes out after all those that it needs.
+
     Raises:
         ScheduleError: the order can never be carried out; names the first action of the lowest rank that waits for ever.
     """
-    num_stages = schedule.placement.num_stages
-    split = {(action.stage, action.microbatch) for row in schedule.actions for action in row if action.kind is Kind.I}
-    done: dict[Action, int] = {}
-    position = [0] * len(schedule.actions)
-    free = [0] * len(schedule.actions)
-    waiters: dict[Action, list[int]] = {}
+    walk = _InTime(schedule)
     ready = list(range(len(schedule.actions)))
     while ready:
         rank = ready.pop()
-        row = schedule.actions[rank]
-        while position[rank] < len(row):
-            action = row[position[rank]]
-            before = needs(action, num_stages, (action.stage + 1, action.microbatch) in split)
-            missing = next((need for need in before if need not in done), None)
-            if missing is not None:
-                waiters.setdefault(missing, []).append(rank)
-                break
-            slot = max([free[rank], *(done[need] + 1 for need in before)])
-            done[action] = slot
-            free[rank] = slot + 1
-            position[rank] += 1
-            ready.extend(waiters.pop(action, ()))
+        for action, slot in walk.advance(rank, ready):
             yield rank, action, slot
     for rank, row in enumerate(schedule.actions):
-        if position[rank] < len(row):
-            action = row[position[rank]]
-            split_next = (action.stage + 1, action.microbatch) in split
-            missing = next(need for need in needs(action, num_stages, split_next) if need not in done)
+        if walk.position[rank] < len(row):
+            action = row[walk.position[rank]]
+            missing = walk.name(
+                next(need for leaf in action.leaves for need in walk.needs(leaf) if walk.done[need] < 0)
+            )
             raise ScheduleError(
                 f"{schedule.name}: {action} on rank {rank} can never run: it needs {missing}, which comes later or waits for it"
             )
+
+
+# Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
+
+
+class _InTime:
+    """The state of :func:`in_time`. Facts are numbered: first the F of every stage and microbatch, then their B or I, then W."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.rows = schedule.actions
+        self.count = schedule.num_microbatches
+        self.size = self.count * schedule.placement.num_stages
+        self.done = [-1] * (3 * self.size)  # slot of each fact
+        self.position = [0] * len(self.rows)
+        self.free = [0] * len(self.rows)
+        self.waiters: dict[int, list[int]] = {}
+
+    def needs(self, action: Action) -> tuple[int, ...]:
+        """The facts that an action needs."""
+        at = action.stage * self.count + (action.microbatch or 0)
+        if action.kind is F:
+            return (at - self.count,) if action.stage else ()
+        if action.kind is W:
+            return (self.size + at,)
+        after = self.size + at + self.count
+        return (at, after) if after < 2 * self.size else (at,)
+
+    def advance(self, rank: int, ready: list[int]) -> Iterator[tuple[Action, int]]:
+        """Take a rank's actions until one has to wait; ranks that waited for them become ready."""
+        row, done, count, size = self.rows[rank], self.done, self.count, self.size
+        slot, at = self.free[rank], self.position[rank]
+        while at < len(row):
+            action = row[at]
+            for leaf in action.parts or (action,):
+                for need in self.needs(leaf):
+                    before = done[need]
+                    if before < 0:
+                        self.waiters.setdefault(need, []).append(rank)
+                        self.free[rank], self.position[rank] = slot, at
+                        return
+                    slot = max(slot, before + 1)
+            for leaf in action.parts or (action,):
+                fact = _BLOCK[leaf.kind] * size + leaf.stage * count + (leaf.microbatch or 0)
+                done[fact] = slot
+                if fact in self.waiters:
+                    ready.extend(self.waiters.pop(fact))
+            yield action, slot
+            slot += 1
+            at += 1
+        self.free[rank], self.position[rank] = slot, at
+
+    def name(self, fact: int) -> str:
+        """A fact in text form; B stands for I too where it is not known."""
+        block, at = divmod(fact, self.size)
+        stage, microbatch = divmod(at, self.count)
+        kinds = {leaf.kind for row in self.rows for action in row for leaf in action.leaves if leaf.stage == stage}
+        letter = "F" if block == 0 else "I" if I in kinds and B not in kinds else "B"
+        return f"{stage}{letter}{microbatch}"
+
+
+_BLOCK = {F: 0, B: 1, I: 1, W: 2}

@@ -82,6 +82,11 @@ class Simulation:
         return Timeline(events, f"{self.plan.schedule.name}, simulated")
 
 
+# Members of an enum are looked up through Python code before 3.12; the loop below asks for them millions of times.
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
+SEND_F, SEND_B, RECV_F, RECV_B = Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B
+WAIT_F, WAIT_B = Kind.WAIT_F, Kind.WAIT_B
+
 _BESIDE = (Kind.UNSHARD, Kind.REDUCE_GRAD)  # they take time, but not the rank's own
 
 
@@ -107,7 +112,7 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
 
 
 class _Clocks:
-    """One run of :func:`simulate`."""
+    """One run of :func:`simulate`. Facts about messages are in plain lists by number, for the loop runs millions of times."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan = plan
@@ -116,9 +121,9 @@ class _Clocks:
         ranks = range(len(plan.actions))
         self.clock = [0.0 for _ in ranks]
         self.busy = [0.0 for _ in ranks]
-        self.starts, self.ends = [array("d") for _ in ranks], [array("d") for _ in ranks]
+        self.starts, self.ends = ([array("d", bytes(8 * len(row))) for row in plan.actions] for _ in range(2))
         self.sent = [-1.0] * len(messages)  # when the sender posted it, -1 for not yet
-        self.posted = [-1.0] * len(messages)  # when the receiver did
+        self.posted = [0.0 if costs.eager else -1.0] * len(messages)  # when the receiver did
         self.arrival = [-1.0] * len(messages)  # when it is there
         self.sent_at = [0] * len(messages)  # where in the sender's list its SEND stands
         edges = [messages.edge(link * messages.num_microbatches) for link in range(2 * len(messages.links))]
@@ -126,49 +131,48 @@ class _Clocks:
         self.edge_of_link = [numbers[edge] for edge in edges]
         self.edge_free = [0.0] * len(numbers)
         self.causes: dict[tuple[int, int], tuple[int, int]] = {}
-        half = len(messages.links)
         self.flight, self.on_wire = [], []
         for number, edge in enumerate(edges):
-            source, destination = messages.links[number % half]
-            size = costs.message_bytes(source, destination)
+            source, _ = messages.links[number % len(messages.links)]
             latency, bandwidth = costs.link(edge.source, edge.destination)
-            self.on_wire.append(size / bandwidth)
-            self.flight.append(latency + size / bandwidth)
+            self.on_wire.append(costs.output_bytes[source] / bandwidth)
+            self.flight.append(latency + costs.output_bytes[source] / bandwidth)
         self.collective = [0.0 for _ in ranks]  # when a rank's collectives are through
         self.gathered = [0.0] * plan.placement.num_stages
         self.held, self.held_bytes = [0 for _ in ranks], [0 for _ in ranks]
         self.peak, self.peak_bytes = [0 for _ in ranks], [0 for _ in ranks]
         self.tables: dict[Kind, tuple[float, ...]] = {
-            Kind.F: costs.forward,
-            Kind.B: costs.backward,
-            Kind.I: costs.input_costs,
-            Kind.W: costs.weight_costs,
+            F: costs.forward,
+            B: costs.backward,
+            I: costs.input_costs,
+            W: costs.weight_costs,
         }
+        # The first message of each port, by what a SEND, RECV or WAIT moves and by what a compute action takes.
+        bases = {
+            kind: tuple(tuple(port.base for port in ports) for ports in rows) for kind, rows in messages.ports.items()
+        }
+        nothing: tuple[tuple[int, ...], ...] = ((),) * plan.placement.num_stages
+        self.moved = bases | {Kind.WAIT_F: bases[Kind.SEND_F], Kind.WAIT_B: bases[Kind.SEND_B]}
+        self.taken = {F: bases[RECV_F], B: bases[RECV_B], I: bases[RECV_B], W: nothing}
+        self.source = [edge.source for edge in edges]
+        self.waiters: dict[int, list[int]] = {}
+        self.ready = list(ranks)[::-1]
 
     def run(self) -> Simulation:
+        """Let every rank go as far as it can, until all are through."""
         plan = self.plan
-        waiters: dict[int, list[int]] = {}
         position = [0] * len(plan.actions)
-        ready = list(range(len(plan.actions)))[::-1]
-        while ready:
-            rank = ready.pop()
-            row, at = plan.actions[rank], position[rank]
-            while at < len(row):
-                missing = self._take(rank, at, row[at], waiters, ready)
-                if missing is not None:
-                    waiters.setdefault(missing, []).append(rank)
-                    break
-                at += 1
-            position[rank] = at
+        while self.ready:
+            rank = self.ready.pop()
+            position[rank] = self._advance(rank, position[rank])
         for rank, row in enumerate(plan.actions):
             if position[rank] < len(row):
                 raise ScheduleError(
                     f"{plan.schedule.name}: {row[position[rank]]} on rank {rank} waits for ever; prove() says for what"
                 )
-        makespan = max([*self.clock, *self.collective])
         return Simulation(
             plan,
-            makespan,
+            max([*self.clock, *self.collective]),
             tuple(self.busy),
             tuple(self.peak),
             tuple(self.peak_bytes),
@@ -177,107 +181,158 @@ class _Clocks:
             self.causes,
         )
 
-    def _take(self, rank: int, at: int, action: Action, waiters: dict[int, list[int]], ready: list[int]) -> int | None:
-        """Do an action, or return the message whose time is not known yet."""
-        kind = action.kind
-        start = self.clock[rank]
-        if kind in self.tables or kind is Kind.OVERLAP:
-            for leaf in action.parts or (action,):
-                if leaf.kind is Kind.W:
-                    continue
-                ports = self.messages.ports[Kind.RECV_F if leaf.kind is Kind.F else Kind.RECV_B][leaf.stage]
-                for port in ports:
-                    message = port.base + (leaf.microbatch or 0)
-                    arrival = self.arrival[message]
-                    if arrival < 0:
-                        return message
-                    if not self.costs.overlap:  # the receiver takes it itself, and computes only then
-                        arrival = max(start, self.sent[message]) + self.flight[message // self.plan.num_microbatches]
-                    if arrival > start:
-                        start = arrival
+    def _advance(self, rank: int, at: int) -> int:
+        """Take a rank's actions from a position on; where it stops."""
+        row, per_action = self.plan.actions[rank], self.costs.per_action
+        tables, taken, moved = self.tables, self.taken, self.moved
+        sent, posted, arrival, sent_at = self.sent, self.posted, self.arrival, self.sent_at
+        starts, ends = self.starts[rank], self.ends[rank]
+        blocking, eager = not self.costs.overlap, self.costs.eager
+        now, busy = self.clock[rank], self.busy[rank]
+        stopped = -1
+        while at < len(row):
+            action = row[at]
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch or 0
+            start = end = now
+            if kind is SEND_F or kind is SEND_B:
+                for base in moved[kind][stage]:
+                    message = base + microbatch
+                    sent[message], sent_at[message] = end, at
+                    if posted[message] >= 0:
+                        self._meet(message)
+                    if blocking:
+                        end += self.flight[message // self.plan.num_microbatches]
+            elif kind is RECV_F or kind is RECV_B:
+                if not eager:
+                    numbers = (
+                        moved[kind][stage]
+                        if action.peer is None
+                        else (self.messages.of_action(action)[0] - microbatch,)
+                    )
+                    for base in numbers:
+                        message = base + microbatch
+                        posted[message] = now
+                        if sent[message] >= 0:
+                            self._meet(message)
+            elif kind in tables:
+                for base in taken[kind][stage]:
+                    message = base + microbatch
+                    there = arrival[message]
+                    if there < 0:
+                        stopped = message
+                        break
+                    if blocking:
+                        there = self._taken_by_hand(message, start)
+                    if there > start:
+                        start = there
                         self._blame(rank, at, message)
-                start = max(start, self.gathered[leaf.stage])
-            end = start + self._duration(action)
-            self.busy[rank] += end - start
-            for leaf in action.parts or (action,):
-                self._hold(rank, leaf)
-        elif kind is Kind.RECV_F or kind is Kind.RECV_B:
-            end = start
-            for message in self.messages.of_action(action):
-                self.posted[message] = start
-                if self.sent[message] >= 0:
-                    self._meet(message, waiters, ready)
-        elif kind is Kind.SEND_F or kind is Kind.SEND_B:
-            end = start
-            for message in self.messages.of_action(action):
-                self.sent[message] = end
-                self.sent_at[message] = at
-                if self.posted[message] >= 0 or self.costs.eager:
-                    self._meet(message, waiters, ready)
-                if not self.costs.overlap:
-                    end += self.flight[message // self.plan.num_microbatches]
-        elif kind is Kind.WAIT_F or kind is Kind.WAIT_B:
-            end = start
-            for message in () if self.costs.eager or not self.costs.overlap else self.messages.of_action(action):
-                if self.arrival[message] < 0:
-                    return message
-                end = max(end, self.arrival[message])
-        else:
-            start, end = self._collective(rank, action)
-            self.starts[rank].append(start)
-            self.ends[rank].append(end)
-            self.clock[rank] += self.costs.per_action
-            return None
-        end += self.costs.per_action
-        self.starts[rank].append(start)
-        self.ends[rank].append(end)
-        self.clock[rank] = end
-        return None
+                if stopped >= 0:
+                    break
+                if self.gathered[stage] > start:
+                    start = self.gathered[stage]
+                end = start + tables[kind][stage]
+                busy += end - start
+                self._hold(rank, kind, stage)
+            elif kind is WAIT_F or kind is WAIT_B:
+                if not eager and not blocking:
+                    for base in moved[kind][stage]:
+                        there = arrival[base + microbatch]
+                        if there < 0:
+                            stopped = base + microbatch
+                            break
+                        if there > end:
+                            end = there
+                    if stopped >= 0:
+                        break
+            elif kind is Kind.OVERLAP:
+                missing, start = self._pair_start(rank, at, action, now)
+                if missing >= 0:
+                    stopped = missing
+                    break
+                end = start + self._pair_seconds(action)
+                busy += end - start
+                for leaf in action.parts:
+                    self._hold(rank, leaf.kind, leaf.stage)
+            else:  # beside compute: the rank itself goes on at once
+                starts[at], ends[at] = self._collective(rank, action, now)
+                now += per_action
+                at += 1
+                continue
+            now = end + per_action
+            starts[at], ends[at] = start, now
+            at += 1
+        self.clock[rank], self.busy[rank] = now, busy
+        if stopped >= 0:
+            self.waiters.setdefault(stopped, []).append(rank)
+        return at
 
-    def _duration(self, action: Action) -> float:
-        if not action.parts:
-            return self.tables[action.kind][action.stage]
+    def _taken_by_hand(self, message: int, now: float) -> float:
+        """When a message is there if the receiver has to stop for it."""
+        return max(now, self.sent[message]) + self.flight[message // self.plan.num_microbatches]
+
+    def _pair_start(self, rank: int, at: int, action: Action, now: float) -> tuple[int, float]:
+        """A message that is not known yet, else -1; and when the pair can start."""
+        start = now
+        for leaf in action.parts:
+            for base in self.taken[leaf.kind][leaf.stage]:
+                message = base + (leaf.microbatch or 0)
+                there = self.arrival[message]
+                if there < 0:
+                    return message, start
+                if not self.costs.overlap:
+                    there = self._taken_by_hand(message, start)
+                if there > start:
+                    start = there
+                    self._blame(rank, at, message)
+            start = max(start, self.gathered[leaf.stage])
+        return -1, start
+
+    def _pair_seconds(self, action: Action) -> float:
         first, second = (self.tables[part.kind][part.stage] for part in action.parts)
         return first + second - self.costs.overlap_gain * min(first, second)
 
-    def _meet(self, message: int, waiters: dict[int, list[int]], ready: list[int]) -> None:
-        """Both ends are there: the message travels."""
+    def _meet(self, message: int) -> None:
+        """Both ends are there: the message travels once the one before it on its edge has left."""
         link = message // self.plan.num_microbatches
         edge = self.edge_of_link[link]
-        start = max(self.sent[message], self.edge_free[edge])
-        if not self.costs.eager:
-            start = max(start, self.posted[message])
+        start, posted, free = self.sent[message], self.posted[message], self.edge_free[edge]
+        if posted > start:
+            start = posted
+        if free > start:
+            start = free
         self.edge_free[edge] = start + self.on_wire[link]
         self.arrival[message] = start + self.flight[link]
-        ready.extend(waiters.pop(message, ()))
+        if message in self.waiters:
+            self.ready.extend(self.waiters.pop(message))
 
     def _blame(self, rank: int, at: int, message: int) -> None:
         """The start of an action was decided by a message: by its sender, or by this rank's own late receive."""
-        if self.costs.eager or self.sent[message] >= self.posted[message]:
-            source = self.messages.edge(message).source
+        if self.sent[message] >= self.posted[message]:
+            source = self.source[message // self.plan.num_microbatches]
             self.causes[rank, at] = (source, self.sent_at[message])
 
-    def _hold(self, rank: int, action: Action) -> None:
-        stage, kind = action.stage, action.kind
+    def _hold(self, rank: int, kind: Kind, stage: int) -> None:
         size = self.costs.activation_bytes[stage]
-        if kind is Kind.F:
-            self.held[rank] += 1
-            self.held_bytes[rank] += size
-            self.peak[rank] = max(self.peak[rank], self.held[rank])
-            self.peak_bytes[rank] = max(self.peak_bytes[rank], self.held_bytes[rank])
+        if kind is F:
+            held = self.held[rank] = self.held[rank] + 1
+            held_bytes = self.held_bytes[rank] = self.held_bytes[rank] + size
+            if held > self.peak[rank]:
+                self.peak[rank] = held
+            if held_bytes > self.peak_bytes[rank]:
+                self.peak_bytes[rank] = held_bytes
             return
         kept = self.costs.kept_bytes[stage]  # what I leaves for W
-        if kind is Kind.I:
+        if kind is I:
             self.held_bytes[rank] -= size - kept
             return
         self.held[rank] -= 1
-        self.held_bytes[rank] -= kept if kind is Kind.W else size
+        self.held_bytes[rank] -= kept if kind is W else size
 
-    def _collective(self, rank: int, action: Action) -> tuple[float, float]:
+    def _collective(self, rank: int, action: Action, now: float) -> tuple[float, float]:
         """UNSHARD and REDUCE_GRAD run beside compute, one after the other."""
         if action.kind is Kind.RESHARD:
-            return self.clock[rank], self.clock[rank]
-        start = max(self.clock[rank], self.collective[rank])
+            return now, now
+        start = max(now, self.collective[rank])
         end = start + (self.costs.unshard if action.kind is Kind.UNSHARD else self.costs.reduce_grad)[action.stage]
         self.collective[rank] = end
         if action.kind is Kind.UNSHARD:

@@ -198,10 +198,10 @@ class Run:
             assert microbatch is not None  # the kinds in METHODS have one, and others were refused
             before, after = action.stage - 1, action.stage + 1
             if action.kind is Kind.F and before >= 0 and ranks[before] != rank:
-                actions.append(attrs.evolve(action, kind=Kind.RECV_F))
+                actions.append(action._replace(kind=Kind.RECV_F))
                 calls.append((stage_run.await_f, microbatch))
             if action.kind is Kind.B and after < len(ranks) and ranks[after] != rank:
-                actions.append(attrs.evolve(action, kind=Kind.RECV_B))
+                actions.append(action._replace(kind=Kind.RECV_B))
                 calls.append((stage_run.await_b, microbatch))
             actions.append(action)
             calls.append((getattr(stage_run, METHODS[action.kind]), microbatch))
