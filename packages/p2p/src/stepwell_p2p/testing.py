@@ -1,0 +1,20 @@
+"""For authors of transports, and for tests of code that uses one.
+
+:func:`check_transport` tries every promise of :class:`stepwell_p2p.Transport`; see the page "Write your own transport".
+"""
+
+from __future__ import annotations
+
+from ._battery import TRANSPORT_CHECKS, Check, TransportCheckError, check_transport
+from ._fabrics import Fabric, PoolFabric, ThreadFabric, die
+
+__all__ = [
+    "TRANSPORT_CHECKS",
+    "Check",
+    "Fabric",
+    "PoolFabric",
+    "ThreadFabric",
+    "TransportCheckError",
+    "check_transport",
+    "die",
+]
