@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import placement_types
 
-__all__ = ["AsyncCollectiveTensor", "FakeTensor", "StridedShard", "registered_containers"]
+__all__ = ["AsyncCollectiveTensor", "FakeTensor", "StridedShard", "container_class", "container_rule"]
 
 # Seen in 2.11 to 2.14. Without it, fake tensors are refused like any other tensor subclass.
 try:
@@ -29,9 +29,10 @@ except ImportError:
         """Stands for a class that this torch does not have; no tensor is an instance."""
 
 
-# Seen in 2.11 to 2.14. Without it, classes registered with torch's pytree are refused like any unknown class.
+# Seen in 2.11 to 2.14. Without them, classes registered with torch's pytree are refused like any unknown class.
 try:
     from torch.utils._pytree import SUPPORTED_NODES as _registered
+    from torch.utils._pytree import is_constant_class as _is_constant
 except ImportError:
     _registered = {}
 
@@ -39,6 +40,15 @@ except ImportError:
 StridedShard: Any = getattr(placement_types, "_StridedShard", None)
 
 
-def registered_containers() -> Mapping[type, Any]:
-    """Containers registered with torch's pytree at this moment: class → record with ``flatten_fn`` and ``unflatten_fn``."""
-    return _registered
+def container_rule(cls: type) -> Any:
+    """How torch's pytree handles a container: a record with ``flatten_fn`` and ``unflatten_fn``, or None if it does not.
+
+    A class that is registered as a constant contains nothing as far as pytree knows: it has no rule.
+    """
+    rule = _registered.get(cls)
+    return None if rule is None or _is_constant(cls) else rule
+
+
+def container_class(matches: Callable[[type], bool]) -> type | None:
+    """The first class that is registered with torch's pytree and matches."""
+    return next((cls for cls in _registered if isinstance(cls, type) and matches(cls)), None)

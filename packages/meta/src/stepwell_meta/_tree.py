@@ -27,7 +27,7 @@ import attrs
 import torch
 
 from ._classes import class_map, class_name, fields_of, make
-from ._compat import registered_containers
+from ._compat import container_class, container_rule
 from ._tensor import type_name
 from .exceptions import MetadataError, UnsupportedValueError
 
@@ -234,7 +234,7 @@ class _Walker:
         name = class_name(cls)
         if isinstance(value, Enum) and type(value).__members__.get(value.name) is value:
             branch = Branch("enum", (), (Static(value.name),), name)
-        elif (rule := registered_containers().get(cls)) is not None:
+        elif (rule := container_rule(cls)) is not None:
             items, context = rule.flatten_fn(value)
             children = tuple(self.walk(item, (path, f"[{i}]"), depth) for i, item in enumerate(items))
             branch = Branch(
@@ -302,15 +302,15 @@ def _build(tree: Tree, leaves: Iterator[Any], known: Mapping[str, type]) -> Any:
 def _build_class(tree: Branch, keys: list[Any], children: list[Any], known: Mapping[str, type]) -> Any:
     cls = known.get(tree.type_name)
     if tree.kind == "registered container":
-        containers = registered_containers()
         if cls is None:
-            cls = next((c for c in containers if isinstance(c, type) and class_name(c) == tree.type_name), None)
-        if cls is None or cls not in containers:
+            cls = container_class(lambda registered: class_name(registered) == tree.type_name)
+        rule = None if cls is None else container_rule(cls)
+        if rule is None:
             raise MetadataError(
                 f"{tree.type_name} is registered with torch's pytree where the value was made, but not in this process: "
                 "import the module that registers it on every rank"
             )
-        return containers[cls].unflatten_fn(children, keys[0])
+        return rule.unflatten_fn(children, keys[0])
     if cls is None:
         raise MetadataError(f"class {tree.type_name} is not known here: pass it in `classes`")
     if tree.kind == "enum":

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # this module is pure: at runtime it knows no torch
+    from ._compare import Difference
+
 __all__ = [
     "DecodeError",
     "MetadataError",
@@ -13,7 +18,22 @@ __all__ = [
 
 
 class StepwellError(Exception):
-    """Base of every error that a stepwell layer raises."""
+    """Base of every error that a stepwell layer raises.
+
+    Errors survive pickling with all their attributes, whatever arguments their constructors need: launchers and process
+    pools send them from one process to another.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How pickle takes the error apart."""
+        return _remake, (type(self), self.args, self.__dict__)
+
+
+def _remake(cls: type[StepwellError], args: tuple[Any, ...], values: dict[str, Any]) -> StepwellError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(values)
+    return error
 
 
 class MetadataError(StepwellError):
@@ -28,7 +48,7 @@ class PipeliningMetadataError(MetadataError):
         differences: Everything that does not fit, in order; each prints as one line.
     """
 
-    def __init__(self, message: str, *, stage: int | None = None, differences: tuple[object, ...] = ()) -> None:
+    def __init__(self, message: str, *, stage: int | None = None, differences: tuple[Difference, ...] = ()) -> None:
         """Keep the values beside the message."""
         super().__init__(message)
         self.stage = stage
