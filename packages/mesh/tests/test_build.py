@@ -217,6 +217,10 @@ def survey_2d():
     tp = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("fsdp_replicate", "fsdp_shard", "tp"))
     fsdp = topology_from_mesh(tp["fsdp_shard", "tp"], "fsdp")
     ddp = topology_from_mesh(tp["fsdp_shard", "tp"], "ddp", replicate_axis="fsdp_shard")
+    inner_replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "dp_replicate"))
+    inner = topology_from_mesh(inner_replicas, "hsdp")
+    assert inner.axis_names == ("dp_replicate", "dp")
+    assert inner.dp_mesh is inner_replicas  # in the mesh's own order, the only one that torch can slice
     flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))._flatten("dp_cp")
     assert topology_from_mesh(flat, "fsdp", shard_axis="dp_cp").degrees == Degrees(shard=4, replicate=1)
     assert fsdp.replicate_mesh is None
@@ -366,7 +370,7 @@ def unusable_meshes():
         sentences.append("in it")
     else:
         refuse(half)
-    refuse(DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",), _init_backend=False))
+    refuse(DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _init_backend=False))
     refuse(DeviceMesh("cpu", [[1, 3], [0, 2]], mesh_dim_names=("dp", "tp")))
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     for size in (0, "4", True):
@@ -388,7 +392,7 @@ def test_a_mesh_that_cannot_be_used_is_refused_with_the_reason(workers) -> None:
         else:
             assert outside.startswith("this rank is not in DeviceMesh((dp=2), 'cpu'")
             assert outside.endswith("; on each rank, pass the mesh that holds that rank")
-        assert no_groups.startswith("the axis 'dp' of DeviceMesh((dp=4), 'cpu'")
+        assert no_groups.startswith("the axis 'dp' of DeviceMesh((dp=2, tp=2), 'cpu'")
         assert no_groups.endswith(
             "has no process group: the mesh was made without, or its groups were destroyed; make the mesh after"
             " init_process_group, with its groups"

@@ -166,6 +166,10 @@ def wrong_meshes():
             f"two meshes have the key (tp=2), stride (1,): ranks {mine} on cpu, and now ranks [1, 2] on cpu; a received"
             " DTensor could belong to either. Give their axes different names, or use a cache for each"
         )
+    elsewhere = DeviceMesh("cuda", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _init_backend=False)
+    cache.add(world)
+    with pytest.raises(MeshLookupError, match=r"ranks \[\[0, 1\], \[2, 3\]\] on cpu, and now ranks .* on cuda"):
+        cache.add(elsewhere)
     return rank
 
 

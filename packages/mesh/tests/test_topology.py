@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell_mesh import Degrees, normalize_dp_mode, resolve_degrees, resolve_hsdp_degrees
+from stepwell_mesh import Degrees, normalize_dp_mode, resolve_hsdp_degrees
 from stepwell_mesh._layout import MeshAxes, RoleAxes
 from stepwell_mesh._topology import (
     AxisPlan,
@@ -14,6 +14,7 @@ from stepwell_mesh._topology import (
     plan_world,
     reconcile,
     refuse_other_parallelism,
+    resolve_degrees,
 )
 from stepwell_mesh.exceptions import AxisError, DegreesError, ExternalMeshError, ModeError
 
@@ -301,6 +302,17 @@ def test_b07_without_sizes_the_mode_stays_as_it_is() -> None:
         ("hsdp", RoleAxes("fsdp_replicate", "fsdp_shard"), Degrees(4, 2)),
     ):
         assert plan_axes(mode, axes, declared=None, named=NONE) == AxisPlan(mode, roles, degrees)
+
+
+def test_b07_a_missing_axis_of_a_mode_that_nobody_asked_for_says_where_it_comes_from() -> None:
+    axes = MeshAxes(("pp", "dp"), (2, 4))
+    with pytest.raises(AxisError) as caught:
+        plan_axes("fsdp", axes, declared=DeclaredSizes(replicate=2, shard=2), named=NONE)
+    assert str(caught.value) == (
+        f"{FSDP_TO_HSDP}. But mode 'hsdp' needs a replicate axis, one of fsdp_replicate, dp_replicate; the mesh has"
+        " (pp=2, dp=4). Rename an axis, or say which one it is with replicate_axis=…"
+    )
+    assert caught.value.axis_names == ("pp", "dp")
 
 
 def test_declared_sizes_must_be_those_of_the_axes() -> None:

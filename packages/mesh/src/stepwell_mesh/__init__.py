@@ -5,11 +5,9 @@ from __future__ import annotations
 from ._build import HasDeviceMesh, HasFsdpMesh, MeshContextLike, topology_for_world, topology_from_mesh
 from ._cache import GetMesh, MeshCache, adapt_torch_get_mesh
 from ._device import default_device_type, require_device_type
-from ._layout import DataParallelMode
-from ._topology import DataParallelTopology, Degrees, normalize_dp_mode, resolve_degrees, resolve_hsdp_degrees
+from ._topology import DataParallelTopology, Degrees, normalize_dp_mode, resolve_hsdp_degrees
 
 __all__ = [
-    "DataParallelMode",
     "DataParallelTopology",
     "Degrees",
     "GetMesh",
@@ -21,7 +19,6 @@ __all__ = [
     "default_device_type",
     "normalize_dp_mode",
     "require_device_type",
-    "resolve_degrees",
     "resolve_hsdp_degrees",
     "topology_for_world",
     "topology_from_mesh",

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ._compat import register_group, resolve_group, unregister_group
 from ._device import default_device_type, require_device_type
-from ._layout import MeshAxes, named_axes
+from ._layout import MeshAxes, Role, named_axes
 from ._topology import (
     GROUP_NAMES,
     AxisPlan,
@@ -83,7 +83,7 @@ def topology_for_world(
     """
     known_mode = normalize_dp_mode(mode)
     refuse_other_parallelism(tp_size=tp_size, pp_size=pp_size)
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         raise TopologyError(
             "torch.distributed is not initialised, so there are no ranks to divide; call"
             " torch.distributed.init_process_group first, or train without a topology on one rank"
@@ -183,23 +183,22 @@ def _declared_by(context: object) -> DeclaredSizes | None:
 
 
 def _register(plan: AxisPlan, mesh: DeviceMesh) -> DataParallelTopology:
-    replicate, shard = plan.roles.replicate, plan.roles.shard
+    axes: dict[Role, str | None] = {"replicate": plan.roles.replicate, "shard": plan.roles.shard}
+    groups = {role: None if axis is None else _group_of(mesh, axis) for role, axis in axes.items()}
+    names = {role: None if group is None else _name_group(GROUP_NAMES[role], group) for role, group in groups.items()}
     return DataParallelTopology(
         mode=plan.mode,
         degrees=plan.degrees,
-        replicate_axis=replicate,
-        shard_axis=shard,
-        replicate_group=None
-        if replicate is None
-        else _name_group(GROUP_NAMES["replicate"], _group_of(mesh, replicate)),
-        shard_group=None if shard is None else _name_group(GROUP_NAMES["shard"], _group_of(mesh, shard)),
+        replicate_axis=axes["replicate"],
+        shard_axis=axes["shard"],
+        replicate_group=names["replicate"],
+        shard_group=names["shard"],
         mesh=mesh,
     )
 
 
 def _group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """The process group along an axis, once it is certain that it is that: torch finds it by a name it may have used again."""
-    expected = mesh[axis].mesh.tolist()
     try:
         group = mesh.get_group(axis)
     except RuntimeError as error:
@@ -207,7 +206,7 @@ def _group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
             f"the axis {axis!r} of {mesh} has no process group: the mesh was made without, or its groups were destroyed;"
             " make the mesh after init_process_group, with its groups"
         ) from error
-    ranks = dist.get_process_group_ranks(group)
+    expected, ranks = mesh[axis].mesh.tolist(), dist.get_process_group_ranks(group)
     if ranks != expected:
         raise ExternalMeshError(
             f"the axis {axis!r} of {mesh} runs over the ranks {expected}, but its process group over {ranks}. Either the"

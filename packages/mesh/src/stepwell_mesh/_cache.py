@@ -3,11 +3,11 @@
 A :class:`~stepwell_meta.MeshKey` crosses stages, a mesh does not: it holds process groups of one process. So each stage keeps a
 cache of the meshes it knows, and asks its user for those that it does not.
 
-How long an entry lives. torch makes a new object each time a sub-mesh is sliced (``mesh["tp"]``), which refers to the mesh
-it was sliced from; the groups belong to neither. A cache that held meshes would keep them alive after their user let go of
-them; one that looked at the sub-mesh object only would forget "the TP mesh" when the example
-tensor that came with it is dropped. An entry here lives as long as the mesh that was added, *or the one it was sliced
-from*: while the latter lives, the sub-mesh is sliced from it again.
+How long an entry lives. torch makes a new object each time a sub-mesh is sliced (``mesh["tp"]``), which refers to the mesh it was
+sliced from; the groups belong to neither. A cache that held meshes would keep them alive after their user let go of them; one
+that looked at the sub-mesh object only would forget "the TP mesh" when the example tensor that came with it is dropped. An entry
+here lives as long as the mesh that was added, *or the one it was sliced from*: while the latter lives, the sub-mesh is sliced
+from it again.
 """
 
 from __future__ import annotations

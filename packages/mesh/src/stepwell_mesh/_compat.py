@@ -14,9 +14,9 @@ _registry: Any = _distributed_c10d  # newer versions want the names in a type of
 def resolve_group(name: str) -> ProcessGroup | None:
     """The process group registered under a name; None where there is none, or it was freed.
 
-    ``_resolve_process_group``: seen in torch 2.4 to 2.13; it raises RuntimeError for a name that is free. The registry is what
-    the group argument of ``torch.ops._c10d_functional`` collectives is looked up in. Without it no group can have a name
-    of ours, and graph passes would have to write torch's own names, which differ from rank to rank, into graphs.
+    ``_resolve_process_group``: seen in torch 2.13, whose own DeviceMesh uses it; it raises RuntimeError for a name that is free.
+    The registry is where the group argument of ``torch.ops._c10d_functional`` collectives is looked up. Without it no group can
+    have a name of ours, and graph passes would have to write torch's own names, which differ from rank to rank, into graphs.
     """
     try:
         return cast(ProcessGroup, _registry._resolve_process_group(name))
@@ -27,7 +27,8 @@ def resolve_group(name: str) -> ProcessGroup | None:
 def register_group(name: str, group: ProcessGroup) -> None:
     """Let the registry know the group under one more name; the registry does not keep it alive.
 
-    ``_register_process_group``: seen in torch 2.4 to 2.13; it raises RuntimeError for a name in use, also by a freed group.
+    ``_register_process_group``: seen in torch 2.13, whose own new_group uses it; it raises RuntimeError for a name in use, also
+    where the group was freed. Without it: as :func:`resolve_group`.
     """
     _registry._register_process_group(name, group)
 
@@ -35,7 +36,8 @@ def register_group(name: str, group: ProcessGroup) -> None:
 def unregister_group(name: str) -> None:
     """Free a name; nothing happens where it is free.
 
-    ``_unregister_process_group``: seen in torch 2.4 to 2.13.
+    ``_unregister_process_group``: seen in torch 2.13, whose own destroy_process_group uses it. Without it: as
+    :func:`resolve_group`.
     """
     _registry._unregister_process_group(name)
 

@@ -298,7 +298,14 @@ def plan_axes(mode: DataParallelMode, axes: MeshAxes, *, declared: DeclaredSizes
     warning = None
     if declared is not None:
         mode, warning = reconcile(mode, declared)
-    roles = axes_for_mode(mode, axes, named=named)
+    try:
+        roles = axes_for_mode(mode, axes, named=named)
+    except AxisError as error:
+        if warning is None:
+            raise
+        raise AxisError(
+            f"{warning}. But {error}", axis_names=axes.names
+        ) from None  # it is not the mode that was asked for
     _check_nothing_forgotten(mode, axes, roles, named.names + (data_axes(axes) if declared is not None else ()))
     if declared is not None:
         _check_declared(axes, roles, declared)
