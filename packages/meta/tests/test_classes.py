@@ -18,7 +18,7 @@ class Pair(NamedTuple):
     b: int = 2
 
 
-class PairWithMethods(namedtuple("PairWithMethods", "a b")):  # noqa: PYI024, SLOT002
+class PairWithMethods(namedtuple("PairWithMethods", "a b")):
     def total(self) -> int:
         return int(self.a + self.b)
 

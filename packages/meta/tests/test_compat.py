@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import OrderedDict
 
-import torch
 from torch.utils import _pytree
 
 from stepwell_meta import _compat

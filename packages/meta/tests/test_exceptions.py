@@ -59,5 +59,9 @@ def test_errors_of_other_layers_survive_pickling_too() -> None:
 
 
 def test_every_class_is_public() -> None:
-    defined = {name for name, value in vars(exceptions).items() if isinstance(value, type)}
+    defined = {
+        name
+        for name, value in vars(exceptions).items()
+        if isinstance(value, type) and value.__module__ == exceptions.__name__
+    }
     assert defined == set(exceptions.__all__)

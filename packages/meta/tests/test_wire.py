@@ -237,7 +237,7 @@ def test_every_cut_is_noticed(value: Any) -> None:
     for size in range(len(data)):
         with pytest.raises(DecodeError):
             decode(data[:size])
-    with pytest.raises(DecodeError, match="1 bytes more than its value") as caught:
+    with pytest.raises(DecodeError, match="more bytes than its value") as caught:
         decode(data + b"\x00")
     assert caught.value.offset == len(data)
 
@@ -268,9 +268,9 @@ def test_every_cut_is_noticed(value: Any) -> None:
         (HEADER + b"\x0f\x03", "a node of form 3"),
         (HEADER + b"\x0f\x02\x20\x00\x00\x00", "unknown kind of container 32"),
         (HEADER + b"\x0f\x02\x02\x00\x01\x00\x00", "keys of a dict hold tensors"),
-        (HEADER + b"\x0f\x02\x02\x00\x00\x01\x00", "do not go with a dict of 1"),
+        (HEADER + b"\x0f\x02\x02\x00\x00\x01\x00", "a dict of 1 children does not go with keys"),
         (HEADER + b"\x0f\x02\x05\x03a:b\x01\x01\x03\x01\x00\x00", "cut short"),
-        (HEADER + b"\x0f\x02\x08\x03a:b\x00\x00", "do not go with a enum of 0"),
+        (HEADER + b"\x0f\x02\x08\x03a:b\x00\x00", "a enum of 0 children does not go"),
     ],
 )
 def test_malformed_bytes_are_named(data: bytes, words: str) -> None:

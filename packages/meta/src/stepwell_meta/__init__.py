@@ -1,5 +1,7 @@
 """What a tensor looks like, without the tensor."""
 
+from __future__ import annotations
+
 from ._compare import Difference, diff, validate, validate_static_arg_grad_correspondence
 from ._dtensor import DTensorMeta, mesh_key
 from ._extract import derive_grad_metas, extract_meta, extract_metas, to_local_if_dtensor

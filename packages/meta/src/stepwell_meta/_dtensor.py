@@ -76,7 +76,7 @@ class DTensorMeta:
 
     def __attrs_post_init__(self) -> None:
         """Refuse what no DTensor can be."""
-        check_grad(self.dtype, self.requires_grad)
+        check_grad(self.dtype, requires_grad=self.requires_grad)
         check_layout(self.shape, self.stride, self.dtype)
         check_layout(self.global_shape, self.global_stride, self.dtype)
         if len(self.shape) != len(self.global_shape):
@@ -89,8 +89,8 @@ class DTensorMeta:
     def _check_placement(self, placement: Placement) -> None:
         if type(placement) not in _PLACEMENTS:
             raise UnsupportedValueError(
-                "expected placements Shard, Replicate, Partial or strided shard, got "
-                f"{type_name(placement)}, which is bound to one rank: redistribute() the DTensor first",
+                "expected placements Shard, Replicate, Partial or strided shard, "
+                f"got {type_name(placement)}: redistribute() the DTensor first",
                 type_name=type_name(placement),
             )
         dim = getattr(placement, "dim", None)

@@ -32,7 +32,6 @@ class Reader:
     """
 
     def __init__(self, data: bytes, classes: Mapping[str, type]) -> None:
-        """Start before the header."""
         self.data = data
         self.at = 0
         self.classes = classes
@@ -49,7 +48,7 @@ class Reader:
             )
         value = self.value(0)
         if self.at != len(self.data):
-            self.fail(f"{len(self.data) - self.at} bytes more than its value")
+            self.fail("more bytes than its value")
         return value
 
     def fail(self, what: str) -> NoReturn:

@@ -56,7 +56,7 @@ def check_layout(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
         raise MetadataError(f"a tensor of shape {shape}, stride {stride} and dtype {dtype} exceeds 64-bit addressing")
 
 
-def check_grad(dtype: torch.dtype, requires_grad: bool) -> None:
+def check_grad(dtype: torch.dtype, *, requires_grad: bool) -> None:
     """Refuse gradients where torch has none, and dtypes that no plain tensor has.
 
     Raises:
@@ -93,7 +93,7 @@ class TensorMeta:
 
     def __attrs_post_init__(self) -> None:
         """Refuse what no tensor can be."""
-        check_grad(self.dtype, self.requires_grad)
+        check_grad(self.dtype, requires_grad=self.requires_grad)
         check_layout(self.shape, self.stride, self.dtype)
 
     @classmethod
@@ -181,8 +181,7 @@ def check_plain(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsupportedValueError(
-            f"expected a strided tensor, got a {kind} one: "
-            "convert it (to_dense, to_padded_tensor, dequantize) first",
+            f"expected a strided tensor, got a {kind} one: convert it (to_dense, to_padded_tensor, dequantize) first",
             type_name=type_name(tensor),
         )
 

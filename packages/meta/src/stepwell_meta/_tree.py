@@ -114,7 +114,9 @@ class Branch:
             )
             fits = fits and not (self.kind == "enum" and self.children)
         if not fits:
-            raise MetadataError(f"the keys {self.keys} do not go with a {self.kind} of {len(self.children)}")
+            raise MetadataError(
+                f"a {self.kind} of {len(self.children)} children does not go with keys {self.keys} and class {self.type_name!r}"
+            )
 
 
 Tree: TypeAlias = Leaf | Static | Branch

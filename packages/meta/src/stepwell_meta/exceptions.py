@@ -49,7 +49,6 @@ class PipeliningMetadataError(MetadataError):
     """
 
     def __init__(self, message: str, *, stage: int | None = None, differences: tuple[Difference, ...] = ()) -> None:
-        """Keep the values beside the message."""
         super().__init__(message)
         self.stage = stage
         self.differences = differences
@@ -64,7 +63,6 @@ class UnsupportedValueError(MetadataError):
     """
 
     def __init__(self, message: str, *, type_name: str, path: str = "") -> None:
-        """Keep the values beside the message."""
         super().__init__(message)
         self.type_name = type_name
         self.path = path
@@ -78,7 +76,6 @@ class DecodeError(MetadataError):
     """
 
     def __init__(self, message: str, *, offset: int) -> None:
-        """Keep the offset beside the message."""
         super().__init__(message)
         self.offset = offset
 
