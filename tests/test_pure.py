@@ -20,7 +20,7 @@ PURE = {
     "stepwell_meta": ["exceptions.py", "_mesh_key.py"],
     "stepwell_mesh": ["exceptions.py", "_layout.py", "_topology.py"],
     "stepwell_p2p": ["exceptions.py", "_placement.py", "_op.py", "_channels.py", "_order.py"],
-    "stepwell_stage": ["exceptions.py", "plan", "split/_units.py", "split/_balance.py"],
+    "stepwell_stage": ["exceptions.py", "schedules.py", "plan"],
     "stepwell_graphpasses": ["exceptions.py", "_plan.py"],
 }
 ALLOWED = ["attr", "attrs", "typing_extensions"]
