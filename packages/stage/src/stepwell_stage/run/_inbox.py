@@ -54,6 +54,7 @@ class Inbox:
     def take(self, key: Key) -> tuple[torch.Tensor, ...]:
         """Wait for a value set and give it away."""
         while True:
+            self._post()  # what was not known when it was expected may be known now
             handle = self._handles.pop(key, None)
             if handle is not None:
                 return handle.wait()
@@ -68,7 +69,6 @@ class Inbox:
             payload, tensors = receive_values(self._transport, head.ops(1)[0])
             head.learn(decode(payload))
             self._arrived[head.key] = tuple(tensors)
-            self._post()
 
     def clear(self) -> None:
         """Forget everything, after a failure."""

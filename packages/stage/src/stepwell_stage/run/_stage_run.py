@@ -270,9 +270,13 @@ class StageRun:
         meta = self.inputs.get(self.groups[microbatch])
         return None if meta is None else [output.without_grad() for output in plain(meta.outputs, self.index)]
 
-    def _grad_metas(self, microbatch: int) -> Sequence[TensorMeta]:
-        meta = self.outputs[self.groups[microbatch]]
-        return [output.without_grad() for output in plain(meta.outputs, self.index) if output.requires_grad]
+    def _grad_metas(self, microbatch: int) -> Sequence[TensorMeta] | None:
+        meta = self.outputs.get(self.groups[microbatch])
+        return (
+            None
+            if meta is None
+            else [output.without_grad() for output in plain(meta.outputs, self.index) if output.requires_grad]
+        )
 
     def _weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)
