@@ -1,0 +1,139 @@
+"""Every private torch name this layer uses, with where it was seen and what happens without it.
+
+Seen in torch 2.11 to 2.13. Each name is looked up once, here; nothing else in the layer may import a private name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree  # no public pytree in torch 2.13; needed: nothing works without it
+from torch._subclasses.fake_tensor import FakeTensorMode  # needed: tracing without data
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx  # needed: the capture itself
+from torch.fx.experimental.symbolic_shapes import (  # needed: dynamic shapes
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+# The operators that stand for collectives in a graph. Their schemas have not changed since torch 2.3; needed.
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "REDUCE_SCATTER",
+    "WAIT",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "current_graph",
+    "enable_python_dispatcher",
+    "flatten_named",
+    "is_functional_collective",
+    "local_part",
+    "make_fx",
+    "next_sequence_number",
+    "resolve_group",
+    "sequence_number",
+    "strided_shard",
+    "symbolic_input",
+    "tree_map_tensors",
+    "unflatten",
+]
+
+
+def flatten_named(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Leaves with dotted paths (``batch.tokens``, ``pair.0``), and the structure for :func:`unflatten`."""
+    leaves, spec = pytree.tree_flatten_with_path(tree)
+    named = []
+    for path, leaf in leaves:
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+        named.append((".".join(parts), leaf))
+    return named, spec
+
+
+def unflatten(leaves: Iterable[Any], spec: Any) -> Any:
+    """The tree that :func:`flatten_named` took apart."""
+    return pytree.tree_unflatten(list(leaves), spec)
+
+
+def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same tree with each tensor replaced."""
+    return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def current_graph() -> torch.fx.Graph | None:
+    """The graph that make_fx is writing now; None (nodes then get no module names) where torch does not say."""
+    try:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode = get_proxy_mode()
+        return None if mode is None else mode.tracer.graph
+    except (ImportError, AttributeError):
+        return None
+
+
+def next_sequence_number() -> int | None:
+    """The number that the next autograd node will get; None (backward nodes then get their module by data flow) without it."""
+    try:
+        return int(torch._C._autograd._get_sequence_nr())
+    except AttributeError:
+        return None
+
+
+def sequence_number(node: Any) -> int | None:
+    """The creation number of an autograd node; None where torch does not say."""
+    number = getattr(node, "_sequence_nr", None)
+    return None if number is None else int(number())
+
+
+def enable_python_dispatcher() -> AbstractContextManager[Any]:
+    """What symbolic shapes need inside composite operators; without it some operators lose their symbols, and say so."""
+    try:
+        from torch._dispatch.python import enable_python_dispatcher as enable
+    except ImportError:
+        return nullcontext()
+    return enable()
+
+
+def symbolic_input(mode: FakeTensorMode, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+    """A fake of ``tensor`` whose sizes in ``dims`` are symbols."""
+    dynamic = set(dims)
+    sizes = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
+    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+
+def resolve_group(name: str) -> Any:
+    """The process group registered under a name; raises RuntimeError for a free one. Needed only to name its members."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """How DTensor says "sharded by a left axis after a right one was"; raises ImportError where torch lost the name."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """A DTensor's local tensor itself; a view of it where torch no longer has the attribute."""
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        return local
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def is_functional_collective(target: Any) -> bool:
+    """Whether an operator starts communication (the wait for it does not)."""
+    namespace = getattr(target, "namespace", None)
+    return namespace in ("_c10d_functional", "_c10d_functional_autograd") and target is not WAIT

@@ -1,0 +1,460 @@
+"""The compiler: a model, a train function and a configuration in; steps with data parallelism out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stepwell_mesh import DataParallelTopology, default_device_type, topology_for_world, topology_from_mesh
+
+from . import _compat as compat
+from ._config import PassConfig
+from ._executable import Executable, StepOutput
+from ._explain import describe, explain
+from ._graph import JointGraph
+from ._live import LiveModel
+from ._pass import GraphPass, PassContext
+from ._pipeline import PassPipeline, PassReport
+from ._plan import ParallelPlan
+from ._signature import agree, first_difference, signature
+from ._table import Layout, ParameterTable, parameter_table, plan_layouts
+from ._trace import TrainFn, trace
+from ._variants import FULL, FULL_AFTER_NONE, FULL_AFTER_SCATTER, NONE, SCATTER, Variant
+from .exceptions import CaptureError, ConfigError, GuardError, ModelStateError
+from .passes import default_passes
+
+
+@attrs.frozen
+class SpecializationStats:
+    """How often graphs for single sizes were used.
+
+    Attributes:
+        compiled: graphs made for one size.
+        hits: steps that ran one of them.
+        fallbacks: steps of a listed size that ran the general graph, because ``max_specializations`` was reached or because the
+            graph for the size would not have communicated as the general one does.
+    """
+
+    compiled: int = 0
+    hits: int = 0
+    fallbacks: int = 0
+
+
+@attrs.define(eq=False)
+class Capture:
+    """One trace and the graphs made from it."""
+
+    joint: JointGraph
+    key: tuple[Any, ...]
+    executables: dict[Variant, Executable] = attrs.field(factory=dict)
+
+
+class GraphCompiler:
+    """Makes one train step data parallel; every rank of the program constructs it, and calls it, alike.
+
+    Example::
+
+        compiler = GraphCompiler(model, train_fn, PassConfig(dp_mode="fsdp"), shard("layers.*", "embed"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in batches:
+            loss, named = compiler.forward_backward(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        model: on a real device, or on the meta device.
+        train_fn: ``train_fn(model, **inputs)`` returns the loss, or ``(loss, {name: value})``.
+        config: what to do; the default shards everything over all ranks.
+        plan: which parameters to shard; None: all.
+        device: where to train; None: where the model is, or the default accelerator for a model on the meta device.
+        mesh: a device mesh, or an object that carries one, with other kinds of parallelism; None: all ranks are data parallel.
+        dynamic: whether sizes of inputs may change from call to call.
+        dynamic_arg_dims: dims that may change, by dotted input name.
+        compile_sizes: sizes that get a graph of their own.
+        compile_size_input: dotted name of the input whose size that is.
+        compile_size_dim: the dim of that input.
+        max_specializations: most graphs for single sizes.
+        init_fn: called with the model, once, when a model from the meta device has got memory for its shards.
+        passes: the passes, in order; None: the default ones for the configuration.
+
+    Raises:
+        GraphUsageError: configuration, plan or sizes are wrong.
+        stepwell_mesh.exceptions.TopologyError: the ranks cannot be divided as asked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_fn: TrainFn,
+        config: PassConfig | None = None,
+        plan: ParallelPlan | None = None,
+        *,
+        device: torch.device | str | None = None,
+        mesh: Any = None,
+        dynamic: bool = False,
+        dynamic_arg_dims: Mapping[str, Sequence[int]] | None = None,
+        compile_sizes: Sequence[int] | None = None,
+        compile_size_input: str | None = None,
+        compile_size_dim: int = -1,
+        max_specializations: int = 8,
+        init_fn: Callable[[nn.Module], Any] | None = None,
+        passes: Sequence[GraphPass] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model must be a torch.nn.Module; got {type(model).__name__}", field="model", value=model
+            )
+        if not callable(train_fn):
+            raise ConfigError(
+                f"train_fn must be callable as train_fn(model, **inputs); got {train_fn!r}",
+                field="train_fn",
+                value=train_fn,
+            )
+        if compile_sizes and compile_size_input is None:
+            raise ConfigError(
+                "compile_sizes needs compile_size_input, the name of the input whose size counts",
+                field="compile_size_input",
+                value=None,
+            )
+        self.model = model
+        self.train_fn = train_fn
+        self.plan = plan if plan is not None else ParallelPlan().shard("**")
+        self.topology, self.config = _topology(config or PassConfig(), mesh)
+        self.device = _device(model, device, self.topology)
+        self.reports: tuple[PassReport, ...] = ()
+        self.specialization_stats = SpecializationStats()
+        self._dynamic = dynamic
+        self._dynamic_dims = dict(dynamic_arg_dims or {})
+        self._sizes = frozenset(compile_sizes or ())
+        self._size_input = compile_size_input
+        self._size_dim = compile_size_dim
+        self._max_specializations = max_specializations
+        self._init_fn = init_fn
+        self._pipeline = PassPipeline(default_passes(self.config) if passes is None else passes)
+        self._live: LiveModel | None = None
+        self._captures: list[Capture] = []
+        self._special: dict[Any, Capture | None] = {}
+        self._carried: dict[str, torch.Tensor] = {}
+        self._carried_parts: dict[str, torch.Tensor] = {}
+        self._sync = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is a graph to run."""
+        return bool(self._captures)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """How each parameter lies on the ranks; empty before compilation."""
+        return {} if self._live is None else dict(self._live.layouts)
+
+    def compile(self, **inputs: Any) -> GraphCompiler:
+        """Capture the step from example inputs, run the passes, and make the model's parameters shards.
+
+        Collective: all data-parallel ranks succeed, or all raise and nothing has changed. Called again it adds a graph for
+        other inputs.
+
+        Raises:
+            GraphUsageError: the step cannot be captured, or plan and model do not fit.
+            PassError: a pass failed.
+            PeerMismatchError: another rank failed, or would communicate otherwise.
+        """
+        reports: list[PassReport] = []
+        error: Exception | None = None
+        live = self._live
+        entries: tuple[Any, ...] = ()
+        try:
+            if live is None:
+                live = self._lay_out()
+            capture = self._capture(live, inputs, backward=True)
+            capture.executables[FULL] = self._build(live, capture, FULL, reports)
+            entries = signature(capture.executables[FULL].joint)
+        except Exception as problem:
+            error = problem
+        agree(self.topology, error, entries)
+        if live is not self._live:
+            assert live is not None
+            live.commit(self._init_fn)
+            self._live = live
+        self._captures.append(capture)
+        self.reports = tuple(reports)
+        return self
+
+    def forward_backward(self, *, sync: bool = True, **inputs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Run one step: gradients are added to ``param.grad``; compiles first where that was not done.
+
+        Args:
+            sync: False: keep this microbatch's gradients back, to be reduced with those of the next synchronised one;
+                ``param.grad`` stays as it is.
+            inputs: what ``train_fn`` takes, besides the model.
+
+        Returns:
+            The loss of this rank's batch, and the named losses.
+
+        Raises:
+            GuardError: the inputs are not those that a graph was made for; nothing has run.
+            GradientError: the graph's gradients are not those of the model.
+        """
+        sync = sync and self._sync
+        executable = self._executable(inputs, self._variant(sync=sync), backward=True)
+        carried = self._carried if executable.variant.carries == "whole" else self._carried_parts
+        output = self._run(executable, inputs, carried if executable.variant.carries != "nothing" else {})
+        assert self._live is not None
+        if sync:
+            self._live.accumulate(output.gradients)
+            self._carried, self._carried_parts = {}, {}
+        else:
+            kept = self._carried if executable.variant == NONE else self._carried_parts
+            for name, gradient in output.gradients.items():
+                kept[name] = kept[name] + gradient if name in kept else gradient
+        return output.loss, output.losses
+
+    def evaluate(self, **inputs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Run the step without gradients, in the model's present mode (call ``model.eval()`` as you would in eager)."""
+        if self._live is None:
+            raise ModelStateError(
+                "compile the step before evaluating: evaluation runs on the shards that compile makes"
+            )
+        output = self._run(self._executable(inputs, FULL, backward=False), inputs, {})
+        return output.loss, output.losses
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, :meth:`forward_backward` keeps gradients back; the first one outside reduces all of them once."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def to(self, device: torch.device | str) -> GraphCompiler:
+        """Move the model, shards and buffers; graphs are made anew on the next call."""
+        self.device = torch.device(device)
+        if self._live is not None:
+            self._live.move(self.device)
+        else:
+            self.model.to(self.device)
+        self._carried = {name: value.to(self.device) for name, value in self._carried.items()}
+        self._carried_parts = {name: value.to(self.device) for name, value in self._carried_parts.items()}
+        self._captures.clear()
+        self._special.clear()
+        return self
+
+    def graph(self, variant: Variant = FULL) -> JointGraph:
+        """The finished graph of the latest capture with gradients.
+
+        Raises:
+            ModelStateError: nothing is compiled yet.
+        """
+        captures = [capture for capture in self._captures if capture.joint.gradients]
+        if not captures or self._live is None:
+            raise ModelStateError("nothing is compiled yet; call compile or forward_backward first")
+        return self._get(self._live, captures[-1], variant).joint
+
+    def source_graph(self) -> JointGraph:
+        """The latest capture with gradients as it was before any pass."""
+        self.graph()
+        return [capture for capture in self._captures if capture.joint.gradients][-1].joint
+
+    def build(self, joint: JointGraph, variant: Variant = FULL) -> JointGraph:
+        """Run this compiler's passes on another capture of the same model."""
+        if self._live is None:
+            raise ModelStateError("nothing is compiled yet; call compile or forward_backward first")
+        return self._pipeline.run(joint, self._context(self._live, variant))
+
+    def print_graph(self, variant: Variant = FULL, *, file: TextIO | None = None) -> None:
+        """Write the finished graph as code, to standard output by default."""
+        (file or sys.stdout).write(self.graph(variant).module.code + "\n")
+
+    def describe(self) -> str:
+        """Ranks, parameters, collectives and memory in a few lines."""
+        joint = self.graph() if self.is_compiled else None
+        return describe(self.config, self.topology, self.layouts, joint, self.reports, self.specialization_stats)
+
+    def explain(self, subject: str | None = None) -> str:
+        """Why parameters are sharded, padded, replicated or skipped, and why buckets end where they do.
+
+        Args:
+            subject: name of a parameter, or pattern of names; None: everything.
+        """
+        return explain(self.graph().notes, subject)
+
+    # What follows decides; forward_backward and compile act.
+
+    def _lay_out(self) -> LiveModel:
+        table = parameter_table(self.model, param_dtype=self.config.param_dtype)
+        degree = 1 if self.topology is None else self.topology.degrees.shard
+        modules = [name for name, _ in self.model.named_modules()]
+        layouts = plan_layouts(table, self.plan, self.config, degree=degree, modules=modules)
+        return LiveModel(self.model, table, layouts, self.topology, self.device)
+
+    def _key(self, live: LiveModel, *, backward: bool) -> tuple[Any, ...]:
+        """What a graph depends on besides its inputs."""
+        device = self.device.type
+        autocast = torch.is_autocast_enabled(device)
+        return (
+            backward,
+            tuple(module.training for module in self.model.modules()),
+            tuple(live.trainable().values()),
+            torch.get_autocast_dtype(device) if autocast else None,
+        )
+
+    def _capture(self, live: LiveModel, inputs: Mapping[str, Any], *, backward: bool, static: bool = False) -> Capture:
+        table: ParameterTable = live.table.with_trainable(live.trainable())
+        joint = trace(
+            self.model,
+            self.train_fn,
+            inputs,
+            backward=backward,
+            dynamic=self._dynamic and not static,
+            dynamic_arg_dims=None if static else self._dynamic_dims,
+            param_dtype=self.config.param_dtype,
+            cast_inputs_of={layout.unit for layout in live.layouts.values()},
+            device=self.device,
+            table=table,
+        )
+        return Capture(joint, self._key(live, backward=backward))
+
+    def _context(self, live: LiveModel, variant: Variant) -> PassContext:
+        return PassContext(self.config, self.topology, dict(live.layouts), variant)
+
+    def _build(
+        self, live: LiveModel, capture: Capture, variant: Variant, reports: list[PassReport] | None = None
+    ) -> Executable:
+        return Executable(self._pipeline.run(capture.joint, self._context(live, variant), reports=reports), variant)
+
+    def _get(self, live: LiveModel, capture: Capture, variant: Variant) -> Executable:
+        if variant not in capture.executables:
+            capture.executables[variant] = self._build(live, capture, variant)
+        return capture.executables[variant]
+
+    def _variant(self, *, sync: bool) -> Variant:
+        if not sync:
+            return SCATTER if self.config.grad_sync == "scatter" else NONE
+        if self._carried:
+            return FULL_AFTER_NONE
+        return FULL_AFTER_SCATTER if self._carried_parts else FULL
+
+    def _executable(self, inputs: Mapping[str, Any], variant: Variant, *, backward: bool) -> Executable:
+        if self._live is None or not self._captures:
+            self.compile(**inputs)
+        live = self._live
+        assert live is not None
+        key = self._key(live, backward=backward)
+        candidates = [capture for capture in self._captures if capture.key == key]
+        for capture in candidates:
+            if capture.joint.guards.accepts(inputs):
+                return self._get(live, self._specialized(live, capture, inputs, variant) or capture, variant)
+        if candidates:
+            try:
+                candidates[-1].joint.guards.flatten(inputs)
+            except GuardError as error:
+                raise GuardError(
+                    f"{error}\nCall compile with such inputs to add a graph for them, or let sizes be dynamic",
+                    problems=error.problems,
+                ) from None
+        # Another mode, or parameters were frozen or unfrozen: the same on every rank, or their graphs would differ.
+        self._add_capture(live, inputs, backward=backward)
+        return self._executable(inputs, variant, backward=backward)
+
+    def _add_capture(self, live: LiveModel, inputs: Mapping[str, Any], *, backward: bool) -> None:
+        error: Exception | None = None
+        entries: tuple[Any, ...] = ()
+        try:
+            capture = self._capture(live, inputs, backward=backward)
+            capture.executables[FULL] = self._build(live, capture, FULL)
+            entries = signature(capture.executables[FULL].joint)
+        except Exception as problem:
+            error = problem
+        agree(self.topology, error, entries)
+        self._captures.append(capture)
+
+    def _specialized(
+        self, live: LiveModel, general: Capture, inputs: Mapping[str, Any], variant: Variant
+    ) -> Capture | None:
+        """The graph for exactly these sizes, where they are listed. Decided by each rank alone, so without communication."""
+        if not self._sizes:
+            return None
+        named, _ = compat.flatten_named(dict(inputs))
+        tensor = dict(named).get(self._size_input or "")
+        if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= self._size_dim < tensor.dim():
+            raise CaptureError(
+                f"compile_size_input={self._size_input!r}, compile_size_dim={self._size_dim}: there is no such dim of such an"
+                f" input; inputs are {', '.join(name for name, _ in named)}"
+            )
+        if tensor.shape[self._size_dim] not in self._sizes:
+            return None
+        shapes = tuple((name, tuple(leaf.shape)) for name, leaf in named if isinstance(leaf, torch.Tensor))
+        key = (general.key, shapes)
+        stats = self.specialization_stats
+        if key not in self._special and stats.compiled < self._max_specializations:
+            capture = self._capture(live, inputs, backward=bool(general.joint.gradients), static=True)
+            ours, theirs = (signature(self._get(live, item, variant).joint) for item in (capture, general))
+            same = first_difference(ours, theirs) is None
+            self._special[key] = capture if same else None
+            stats = attrs.evolve(stats, compiled=stats.compiled + 1)
+        special = self._special.get(key)
+        if special is None:
+            stats = attrs.evolve(stats, fallbacks=stats.fallbacks + 1)
+        else:
+            stats = attrs.evolve(stats, hits=stats.hits + 1)
+        self.specialization_stats = stats
+        return special
+
+    def _run(
+        self, executable: Executable, inputs: Mapping[str, Any], carried: Mapping[str, torch.Tensor]
+    ) -> StepOutput:
+        live, joint = self._live, executable.joint
+        assert live is not None
+        flat = joint.guards.flatten(inputs)
+        return executable(live.values(), live.buffer_values(joint.buffers), flat, carried)
+
+
+def _topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopology | None, PassConfig]:
+    """The axes in effect (None with one rank), and the configuration with the degrees filled in."""
+    pp_size = config.pp_degree or (2 if config.pp_enabled else 1)
+    if mesh is not None:
+        topology = topology_from_mesh(mesh, config.dp_mode)
+    elif (dist.is_available() and dist.is_initialized()) or config.tp_size != 1 or pp_size != 1:
+        topology = topology_for_world(
+            config.dp_mode,
+            shard=config.fsdp_degree,
+            replicate=config.dp_replicate_degree,
+            tp_size=config.tp_size,
+            pp_size=pp_size,
+        )
+    else:
+        return None, config
+    degrees = topology.degrees
+    for field, asked, found in (
+        ("fsdp_degree", config.fsdp_degree, degrees.shard),
+        ("dp_replicate_degree", config.dp_replicate_degree, degrees.replicate),
+    ):
+        if asked is not None and asked != found:
+            raise ConfigError(
+                f"{field}={asked}, but the mesh has {found}; leave the field out, or pass another mesh",
+                field=field,
+                value=asked,
+            )
+    effective = config.evolve(
+        dp_mode=topology.mode,
+        fsdp_degree=degrees.shard,
+        dp_replicate_degree=degrees.replicate,
+    )
+    return (topology if degrees.total > 1 else None), effective
+
+
+def _device(model: nn.Module, device: torch.device | str | None, topology: DataParallelTopology | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.device(topology.mesh.device_type if topology is not None else default_device_type())

@@ -1,0 +1,129 @@
+"""The rules that every graph must keep, whatever passes have done to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from . import _compat as compat
+from ._collectives import comm_of, is_start
+from ._graph import JointGraph, is_getitem, is_view, phase_of
+from .exceptions import LintError
+
+
+def lint(joint: JointGraph) -> None:
+    """Check every rule.
+
+    Raises:
+        LintError: lists all violations.
+    """
+    problems = find_problems(joint)
+    if problems:
+        raise LintError("the graph breaks these rules:\n  " + "\n  ".join(problems), problems=problems)
+
+
+def find_problems(joint: JointGraph) -> list[str]:
+    """All violations, in words."""
+    try:
+        joint.graph.lint()
+    except RuntimeError as error:
+        return [f"no valid FX graph: {error}"]
+    return [
+        *_convention(joint),
+        *_marks(joint),
+        *_waits(joint),
+        *_owners(joint),
+        *_phases(joint),
+        *_reshard(joint),
+    ]
+
+
+def _convention(joint: JointGraph) -> list[str]:
+    expected = len(joint.table) + len(joint.buffers) + len(joint.guards.tensor_names) + len(joint.extra_inputs)
+    problems = []
+    if len(joint.placeholders) != expected:
+        problems.append(f"{len(joint.placeholders)} inputs, the calling convention has {expected}")
+    tensors = sum(value is None for _, value in joint.losses)
+    if len(joint.outputs) != 1 + tensors + len(joint.gradients):
+        problems.append(
+            f"{len(joint.outputs)} outputs, expected the loss, {tensors} named losses and {len(joint.gradients)} gradients"
+        )
+    return problems
+
+
+def _marks(joint: JointGraph) -> list[str]:
+    return [
+        f"{node} has no {mark}"
+        for node in joint.graph.nodes
+        if node.op in ("placeholder", "call_function")
+        for mark in ("val", "fqn", "phase")
+        if mark not in node.meta
+    ]
+
+
+def _waits(joint: JointGraph) -> list[str]:
+    """Each collective is waited for exactly once, and nothing else reads what it has not yet written."""
+    problems = []
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or not compat.is_functional_collective(node.target):
+            continue
+        waits = [user for user in node.users if user.target is compat.WAIT]
+        if len(waits) != 1:
+            problems.append(f"{node} ({node.target}) is waited for {len(waits)} times, must be once")
+        problems += [f"{user} reads {node} before the wait for it" for user in node.users if user not in waits]
+    return problems
+
+
+def _owners(joint: JointGraph) -> list[str]:
+    """Along each group a parameter's gradient is reduced at most once, and only where it is trainable."""
+    problems = []
+    seen: Counter[tuple[str, str]] = Counter()
+    for node in joint.graph.nodes:
+        comm = comm_of(node)
+        if comm is None or not is_start(node, "reduce_scatter", "all_reduce"):
+            continue
+        for name in comm.params:
+            seen[name, comm.group] += 1
+            if not joint.table[name].trainable:
+                problems.append(f"{node} reduces a gradient of {name}, which is frozen")
+    problems += [
+        f"the gradient of {name} is reduced {n} times over {group}" for (name, group), n in seen.items() if n > 1
+    ]
+    return problems
+
+
+def _phases(joint: JointGraph) -> list[str]:
+    return [
+        f"{node} belongs to forward and reads {source}, which belongs to backward"
+        for node in joint.graph.nodes
+        if node.op == "call_function" and phase_of(node) == "forward"
+        for source in node.all_input_nodes
+        if phase_of(source) == "backward"
+    ]
+
+
+def _reshard(joint: JointGraph) -> list[str]:
+    """No value that shares memory with a parameter gathered in forward is read in backward, where it was to be freed."""
+    if "resharded" not in joint.facts:
+        return []
+    problems = []
+    kept = set(joint.module.meta.get("kept_gathered", ()))
+    gathered: dict[fx.Node, str] = {}
+    for node in joint.graph.nodes:
+        comm = comm_of(node)
+        if comm is not None and comm.kind == "gather" and phase_of(node) == "forward":
+            if not set(comm.params) <= kept:
+                gathered[node] = ", ".join(comm.params)
+        elif node.op == "call_function":
+            shared = node.target is compat.WAIT or is_view(node) or is_getitem(node)
+            for source in node.all_input_nodes:
+                if source not in gathered:
+                    continue
+                if phase_of(node) == "backward":
+                    problems.append(
+                        f"{node} in backward reads {source}, memory of {gathered[source]} gathered in forward"
+                    )
+                elif shared:
+                    gathered[node] = gathered[source]
+    return problems

@@ -1,0 +1,329 @@
+"""The live model: its parameters become this rank's shards, in place, and gradients arrive on them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from stepwell_mesh import DataParallelTopology
+
+from . import _compat as compat
+from ._graph import Buffer
+from ._table import Layout, Parameter, ParameterTable
+from .exceptions import GradientError, ModelStateError
+
+
+class LiveModel:
+    """A model whose parameters are laid out as planned. Mutable: it is the link to a module that trains.
+
+    Args:
+        model: the module.
+        table: its parameters before anything was sharded.
+        layouts: how each shall lie on the ranks.
+        topology: the axes; None with one rank.
+        device: where shards live.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: ParameterTable,
+        layouts: Mapping[str, Layout],
+        topology: DataParallelTopology | None,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.table = table
+        self.layouts = layouts
+        self.topology = topology
+        self.device = device
+        self._places = {parameter.name: [_place(model, name) for name in parameter.names] for parameter in table}
+        self._shard_rank = 0
+        if topology is not None and topology.shard_axis is not None:
+            self._shard_rank = topology.mesh.get_local_rank(topology.shard_axis)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether parameters are DTensors on the data-parallel axes (ddp leaves them as they are)."""
+        return self.topology is not None and self.topology.mode != "ddp"
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The live parameter of a canonical name."""
+        module, attribute = self._places[name][0]
+        found = module._parameters.get(attribute)
+        if found is None:
+            raise ModelStateError(f"parameter {name} was removed from the model after compilation")
+        return found
+
+    def rows(self, parameter: Parameter) -> slice:
+        """The rows of a sharded parameter that this rank holds."""
+        rows = self.layouts[parameter.name].rows
+        start = sum(rows[: self._shard_rank])
+        return slice(start, start + rows[self._shard_rank])
+
+    def commit(self, init_fn: Callable[[nn.Module], Any] | None) -> None:
+        """Put shards in place of the parameters. Everything that can fail on one's own mistakes is checked first.
+
+        Raises:
+            ModelStateError: a parameter has a gradient, or an optimizer has stepped on it already.
+        """
+        old = {parameter.name: self.parameter(parameter.name) for parameter in self.table}
+        if leftover := [name for name, tensor in old.items() if tensor.grad is not None]:
+            raise ModelStateError(
+                f"parameters have gradients from before compilation ({', '.join(leftover[:3])}); they are not reduced, so"
+                " step or zero them first"
+            )
+        holders = _optimizers_of(old.values())
+        meta = any(tensor.is_meta for tensor in (*old.values(), *self.model.buffers()))
+        with torch.no_grad():
+            if not meta:
+                self._broadcast(old)
+            new = {p.name: self._laid_out(p, old[p.name]) for p in self.table}
+        for parameter in self.table:
+            for module, attribute in self._places[parameter.name]:
+                module._parameters[attribute] = new[parameter.name]
+        for parameters in holders:
+            by_id = {id(old[name]): new[name] for name in old}
+            parameters[:] = [by_id.get(id(p), p) for p in parameters]
+        if meta:
+            _materialize_buffers(self.model, self.device)
+            if init_fn is not None:
+                with torch.no_grad():
+                    init_fn(self.model)
+        elif any(buffer.device != self.device for buffer in self.model.buffers()):
+            _move_buffers(self.model, self.device)
+
+    def move(self, device: torch.device) -> None:
+        """Move shards, their gradients and buffers to another device."""
+        self.device = device
+        with torch.no_grad():
+            for parameter in self.table:
+                old = self.parameter(parameter.name)
+                new = nn.Parameter(old.detach().to(device), requires_grad=old.requires_grad)
+                new.__dict__.update(old.__dict__)
+                if old.grad is not None:
+                    new.grad = old.grad.to(device)
+                for module, attribute in self._places[parameter.name]:
+                    module._parameters[attribute] = new
+        _move_buffers(self.model, device)
+
+    def values(self) -> list[torch.Tensor]:
+        """What the graph's parameter inputs get: this rank's part, filled up with zeros where the layout is uneven."""
+        values = []
+        for parameter in self.table:
+            tensor = self.parameter(parameter.name)
+            local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+            layout = self.layouts[parameter.name]
+            expected = parameter.shape
+            if layout.sharded:
+                rows = self.rows(parameter)
+                expected = (rows.stop - rows.start, *parameter.shape[1:])
+            if tuple(local.shape) != expected or local.dtype != parameter.dtype or local.device != self.device:
+                raise ModelStateError(
+                    f"parameter {parameter.name} is no longer what was compiled: expected {expected}, {parameter.dtype} on"
+                    f" {self.device} on this rank, got {tuple(local.shape)}, {local.dtype} on {local.device}"
+                )
+            if layout.sharded and expected[0] < layout.padded_rows:
+                local = F.pad(local, [*[0, 0] * (local.dim() - 1), 0, layout.padded_rows - expected[0]])
+            values.append(local)
+        return values
+
+    def buffer_values(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+        """What the graph's buffer inputs get."""
+        values = []
+        for buffer in buffers:
+            module, attribute = _place(self.model, buffer.name)
+            value = module._buffers.get(attribute)
+            if value is None:
+                raise ModelStateError(f"buffer {buffer.name} was removed from the model after compilation")
+            values.append(value)
+        return values
+
+    def trainable(self) -> dict[str, bool]:
+        """Which parameters want gradients now."""
+        return {parameter.name: self.parameter(parameter.name).requires_grad for parameter in self.table}
+
+    def accumulate(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients (of this rank's part, maybe padded) to ``.grad``; all are checked before any is added.
+
+        Raises:
+            GradientError: a name, shape or dtype does not fit.
+        """
+        ready = {}
+        for name, gradient in gradients.items():
+            parameter, tensor = self.table[name], self.parameter(name)
+            layout = self.layouts[name]
+            if layout.sharded:
+                rows = self.rows(parameter)
+                gradient = gradient.narrow(0, 0, rows.stop - rows.start)
+            local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor
+            if gradient.shape != local.shape or gradient.dtype != local.dtype:
+                raise GradientError(
+                    f"the gradient of {name} has shape {tuple(gradient.shape)} and {gradient.dtype}, its parameter here"
+                    f" {tuple(local.shape)} and {local.dtype}"
+                )
+            ready[name] = gradient
+        for name, gradient in _own_memory(ready).items():
+            tensor = self.parameter(name)
+            if isinstance(tensor, DTensor):
+                gradient = _like(gradient, tensor)
+            if tensor.grad is None:
+                tensor.grad = gradient
+            else:
+                tensor.grad.add_(gradient)
+
+    def _laid_out(self, parameter: Parameter, old: torch.Tensor) -> nn.Parameter:
+        local = (compat.local_part(old) if isinstance(old, DTensor) else old).detach()
+        layout = self.layouts[parameter.name]
+        if layout.sharded:
+            local = local[self.rows(parameter)]
+        if local.is_meta:
+            local = _undefined(local, self.device)
+        elif layout.sharded or self.distributed:
+            local = local.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        else:
+            local = local.to(self.device)
+        if not self.distributed:
+            if isinstance(old, DTensor):
+                local = _like(local, old)
+            elif local.data_ptr() == old.data_ptr() and not old.is_meta and isinstance(old, nn.Parameter):
+                return old
+        else:
+            local = self._as_dtensor(parameter, local)
+        new = nn.Parameter(local, requires_grad=parameter.trainable)
+        new.__dict__.update(old.__dict__)
+        return new
+
+    def _as_dtensor(self, parameter: Parameter, local: torch.Tensor) -> DTensor:
+        topology = self.topology
+        assert topology is not None
+        layout, parallel = self.layouts[parameter.name], parameter.tensor_parallel
+        placements: dict[str, Placement] = {}
+        shape, stride = parameter.shape, _dense_stride(parameter.shape)
+        if parallel is not None:
+            names = parallel.mesh.mesh_dim_names or ()
+            if missing := [name for name in names if name not in (topology.mesh.mesh_dim_names or ())]:
+                raise ModelStateError(
+                    f"parameter {parameter.name} is laid out over the axes {names}, and the mesh given to the compiler has no"
+                    f" axis {missing[0]!r}; pass the mesh that holds both"
+                )
+            placements |= dict(zip(names, parallel.placements, strict=True))
+            shape, stride = parallel.shape, parallel.stride
+        every = [n for n in topology.mesh.mesh_dim_names or () if n in placements or n in topology.axis_names]
+        if topology.replicate_axis is not None:
+            placements[topology.replicate_axis] = Replicate()
+        if topology.shard_axis is not None:
+            placements[topology.shard_axis] = Replicate()
+        if layout.sharded and topology.shard_axis is not None:
+            inner = 1
+            for name in every[every.index(topology.shard_axis) + 1 :]:
+                if placements[name].is_shard(0):
+                    inner *= topology.mesh[name].size()
+            placements[topology.shard_axis] = Shard(0) if inner == 1 else compat.strided_shard(0, inner)
+        mesh = topology.mesh[tuple(every)] if tuple(every) != topology.mesh.mesh_dim_names else topology.mesh
+        return DTensor.from_local(
+            local, mesh, [placements[name] for name in every], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Every rank starts from the values of the first rank of its data-parallel groups."""
+        if self.topology is None:
+            return
+        everything = [*tensors.values(), *self.model.buffers()]
+        for axis in self.topology.axis_names:
+            group = self.topology.mesh.get_group(axis)
+            source = dist.get_process_group_ranks(group)[0]
+            for tensor in everything:
+                local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+                if local.numel():
+                    dense = local.contiguous()
+                    dist.broadcast(dense, source, group=group)
+                    if dense.data_ptr() != local.data_ptr():
+                        local.copy_(dense)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, attribute = name.rpartition(".")
+    return model.get_submodule(module), attribute
+
+
+def _like(local: torch.Tensor, tensor: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _own_memory(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same gradients, none of which shares memory with another or has overlapping elements."""
+    seen: set[int] = set()
+    own = {}
+    for name, gradient in gradients.items():
+        address = gradient.untyped_storage().data_ptr()
+        shared = address in seen and gradient.numel() > 0
+        if shared or not gradient.is_contiguous():
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            address = gradient.untyped_storage().data_ptr()
+        seen.add(address)
+        own[name] = gradient
+    return own
+
+
+def _undefined(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a meta tensor; not-a-number until somebody initialises it, so that forgetting it is seen at once."""
+    value = float("nan") if meta.is_floating_point() or meta.is_complex() else 0
+    return torch.full_like(meta, value, device=device, memory_format=torch.contiguous_format)
+
+
+def _materialize_buffers(model: nn.Module, device: torch.device) -> None:
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if id(buffer) not in made:
+                    made[id(buffer)] = _undefined(buffer, device)
+                module._buffers[name] = made[id(buffer)]
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device)
+                module._buffers[name] = moved[id(buffer)]
+
+
+def _optimizers_of(parameters: Any) -> list[list[torch.Tensor]]:
+    """The ``params`` lists of optimizers that were built on these parameters before they became shards.
+
+    Raises:
+        ModelStateError: such an optimizer has state for them already.
+    """
+    wanted = {id(p) for p in parameters}
+    found = []
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer):  # not isinstance: some proxies warn when asked
+            continue
+        lists = [group["params"] for group in thing.param_groups if any(id(p) in wanted for p in group["params"])]
+        if any(id(p) in wanted for p in thing.state):
+            raise ModelStateError(
+                f"a {type(thing).__name__} has already stepped on the parameters; compile before the first step"
+            )
+        found += lists
+    return found

@@ -1,0 +1,62 @@
+"""How many bytes a graph holds at once, from its example values."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import fx
+
+from . import _compat as compat
+from ._graph import JointGraph, is_getitem, is_mutation, is_view, value_of
+
+
+@attrs.frozen
+class Peak:
+    """The most bytes alive at once, inputs not counted, and the node at which that is."""
+
+    bytes: int
+    node: str
+
+
+def storage_bytes(value: object) -> int:
+    """Bytes of a value's own memory."""
+    if isinstance(value, torch.Tensor):
+        return int(value.untyped_storage().nbytes())
+    return 0
+
+
+def memory_roots(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For each node the nodes whose memory its value lies in: itself, unless it is a view or was written in place."""
+    roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in graph.nodes:
+        shares = (is_view(node) or is_mutation(node) or is_getitem(node) or node.target is compat.WAIT) and node.args
+        source = node.args[0] if shares else None
+        roots[node] = roots[source] if isinstance(source, fx.Node) else (node,)
+    return roots
+
+
+def estimate_peak(joint: JointGraph) -> Peak:
+    """The peak of a run of the graph in order, each value freed after its last reader."""
+    roots = memory_roots(joint.graph)
+    order = list(joint.graph.nodes)
+    last: dict[fx.Node, int] = {}
+    for index, node in enumerate(order):
+        for source in (*node.all_input_nodes, node):
+            for root in roots[source]:
+                last[root] = index
+    frees: dict[int, list[fx.Node]] = {}
+    for root, index in last.items():
+        frees.setdefault(index, []).append(root)
+    alive, best = 0, Peak(0, "")
+    sizes: dict[fx.Node, int] = {}
+    for index, node in enumerate(order):
+        if node.op == "call_function" and roots[node] == (node,):
+            value = value_of(node)
+            several = value if isinstance(value, list | tuple) else (value,)
+            sizes[node] = sum(map(storage_bytes, several))
+            alive += sizes[node]
+            if alive > best.bytes:
+                best = Peak(alive, node.name)
+        for root in frees.get(index, ()):
+            alive -= sizes.pop(root, 0)
+    return best

@@ -1,0 +1,95 @@
+"""What activation checkpointing leaves in a captured graph, and how it is taken out again.
+
+A checkpointed region runs again in backward. Captured naively, its random draws would give other masks and its buffers would
+be written twice. So what a region computed again is folded onto what it computed first, and the forward nodes are marked
+``recompute``: :class:`RematPass` then recomputes them in a way that is safe for draws and writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._graph import is_mutation, is_random, mutated_arguments, phase_of
+from .exceptions import CaptureError
+
+
+def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
+    """Replace backward nodes that repeat forward nodes by them.
+
+    Args:
+        module: an annotated graph.
+        recomputed: whether a module ran again during backward.
+
+    Raises:
+        CaptureError: a random draw was repeated and cannot be told from another draw.
+    """
+    graph = module.graph
+    if not recomputed and not any(_repeats_effects(node) for node in graph.nodes):
+        return
+    keys: dict[fx.Node, Any] = {}
+    numbers: dict[Any, int] = {}
+    originals: dict[int, list[fx.Node]] = {}
+    for node in list(graph.nodes):
+        if node.op == "output":
+            continue
+        key = _key(module, node, keys)
+        number = keys[node] = numbers.setdefault(key, len(numbers))
+        if phase_of(node) == "forward":
+            originals.setdefault(number, []).append(node)
+            continue
+        found = originals.get(number, [])
+        if is_random(node) and len(found) != 1 and (found or recomputed):
+            raise CaptureError(
+                f"the random operator {node.target} in {node.meta['fqn'] or 'the train step'} runs again in backward"
+                f" (activation checkpointing), and {len(found)} draws of forward could be the one that it must repeat."
+                " Give each of them another input, or leave them out of the checkpointed region"
+            )
+        if not found:
+            continue
+        if node.op == "call_function":
+            found[0].meta["recompute"] = True
+        node.replace_all_uses_with(found[0])
+        keys[found[0]] = number
+        graph.erase_node(node)
+
+
+def _repeats_effects(node: fx.Node) -> bool:
+    if node.op != "call_function" or phase_of(node) == "forward":
+        return False
+    return is_random(node) or any(target.op == "placeholder" for target in mutated_arguments(node))
+
+
+def _key(module: fx.GraphModule, node: fx.Node, keys: dict[fx.Node, Any]) -> Any:
+    """Equal for nodes that compute the same; unlike the nodes it is made of, it can be a dict's key."""
+    if node.op == "placeholder":
+        return ("placeholder", node.name)
+    if node.op == "get_attr":
+        value = getattr(module, str(node.target))
+        if isinstance(value, torch.Tensor) and value.numel() <= 4096 and value.device.type == "cpu":
+            return ("constant", value.dtype, tuple(value.shape), value.reshape(-1).tolist().__repr__())
+        return ("constant", node.target)
+    return (node.target, _freeze(node.args, keys), _freeze(node.kwargs, keys), is_mutation(node))
+
+
+def _before_writes(node: fx.Node) -> fx.Node:
+    """The input that a chain of in-place writes started from: the second run of a region means it as the first one saw it."""
+    start = node
+    while is_mutation(start) and len(written := mutated_arguments(start)) == 1:
+        start = written[0]
+    return start if start.op == "placeholder" else node
+
+
+def _freeze(value: Any, keys: dict[fx.Node, Any]) -> Any:
+    """An argument as a part of a key: nodes by their numbers, containers as tuples, constants by their text."""
+    if isinstance(value, fx.Node):
+        return ("node", keys[_before_writes(value)])
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item, keys) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item, keys)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", *(_freeze(item, keys) for item in (value.start, value.stop, value.step)))
+    return (type(value), str(value))

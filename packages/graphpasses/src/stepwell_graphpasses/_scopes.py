@@ -1,0 +1,121 @@
+"""Which module and which phase each node of a capture belongs to.
+
+While the step is traced, module hooks and autograd hooks leave marks: "from this many nodes on, module X". A backward node
+belongs to the module in whose forward its autograd node was made, which the order of creation tells.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import _compat as compat
+
+
+class Scopes:
+    """Marks of one capture; mutable because it is a log.
+
+    Attributes:
+        backward_start: number of nodes when backward began; None before.
+        recomputed: whether a module ran again during backward (activation checkpointing).
+    """
+
+    def __init__(self) -> None:
+        self.backward_start: int | None = None
+        self.recomputed = False
+        self._stack = [""]
+        self._node_marks: list[tuple[int, str]] = [(0, "")]
+        self._autograd_marks: list[tuple[int, str]] = [(-1, "")]
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Follow the calls of all modules."""
+        handles = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
+            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def start_backward(self, loss: torch.Tensor) -> None:
+        """Follow the autograd nodes behind ``loss`` from here on."""
+        graph = compat.current_graph()
+        self.backward_start = 0 if graph is None else len(graph.nodes)
+        seen: set[Any] = set()
+        waiting = [loss.grad_fn]
+        owners = _Steps(self._autograd_marks)
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            number = compat.sequence_number(node)
+            if number is not None:
+                node.register_prehook(functools.partial(_ignoring_gradients, self._jump, owners.at(number)))
+
+    def annotate(self, graph: fx.Graph) -> None:
+        """Write ``fqn`` and ``phase`` to every node."""
+        owners = _Steps(self._node_marks)
+        start = len(graph.nodes) if self.backward_start is None else self.backward_start
+        for index, node in enumerate(graph.nodes):
+            node.meta["fqn"] = "" if node.op == "output" else owners.at(index)
+            node.meta["phase"] = "backward" if index >= start else "forward"
+
+    def _enter(self, name: str) -> None:
+        self.recomputed |= self.backward_start is not None
+        self._stack.append(name)
+        self._mark()
+
+    def _leave(self) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def _jump(self, name: str) -> None:
+        self._stack = [name]
+        self._mark()
+
+    def _mark(self) -> None:
+        graph = compat.current_graph()
+        if graph is not None:
+            self._node_marks.append((len(graph.nodes), self._stack[-1]))
+        number = compat.next_sequence_number()
+        if number is not None and self.backward_start is None:
+            self._autograd_marks.append((number, self._stack[-1]))
+
+
+def _ignoring_gradients(jump: Callable[[str], None], name: str, _: Any) -> None:
+    jump(name)
+
+
+class _Steps:
+    """A step function from marks: the last value at or before a position."""
+
+    def __init__(self, marks: list[tuple[int, str]]) -> None:
+        self._starts = [start for start, _ in marks]
+        self._names = [name for _, name in marks]
+
+    def at(self, position: int) -> str:
+        return self._names[bisect.bisect_right(self._starts, position) - 1]
+
+
+def adopt_owners(graph: fx.Graph) -> None:
+    """Where torch does not number autograd nodes: a backward node belongs where the forward value that it reads does."""
+    if compat.next_sequence_number() is not None:
+        return
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta["phase"] != "backward" or node.meta["fqn"]:
+            continue
+        inputs = [n for n in node.all_input_nodes if n.meta.get("fqn")]
+        forward = [n for n in inputs if n.meta["phase"] == "forward"]
+        if forward or inputs:
+            node.meta["fqn"] = (forward or inputs)[-1].meta["fqn"]

@@ -1,0 +1,193 @@
+"""What ranks must have in common: their collectives, in order, with everything that decides who meets whom with what.
+
+Two reductions of equal shape that are swapped on one rank, or a sum on one and a mean on another, give wrong numbers and
+no error. So a signature holds, for each collective, not only operator, dtype and shape, but the members of the group, the
+parameters, and a fingerprint of the computation that its data comes from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from stepwell_mesh import DataParallelTopology
+
+from . import _compat as compat
+from ._collectives import comm_of
+from ._graph import JointGraph, value_of
+from .exceptions import PeerMismatchError
+
+
+@attrs.frozen
+class Entry:
+    """One collective as its peers must see it."""
+
+    op: str
+    dtype: str
+    shape: str
+    group: str = attrs.field(eq=False)  # torch's own names differ from rank to rank
+    members: tuple[int, ...]
+    params: tuple[str, ...]
+    fingerprint: str
+
+    def __str__(self) -> str:
+        who = f" for {', '.join(self.params)}" if self.params else ""
+        return f"{self.op} of {self.dtype} {self.shape} over ranks {list(self.members)}{who}"
+
+
+def signature(joint: JointGraph) -> tuple[Entry, ...]:
+    """The collectives of a graph in order."""
+    prints: dict[fx.Node, bytes] = {}
+    entries = []
+    for node in joint.graph.nodes:
+        comm = comm_of(node)
+        prints[node] = _fingerprint(node, prints, exact=comm is not None)
+        if node.op != "call_function" or not compat.is_functional_collective(node.target):
+            continue
+        source = value_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None  # a list: coalesced
+        group = group_of(node) or ""
+        words = [arg for arg in node.args if isinstance(arg, str) and arg != group]
+        own = comm is not None
+        shape = tuple(source.shape) if own and isinstance(source, torch.Tensor) else "?"
+        entries.append(
+            Entry(
+                op=" ".join([str(node.target), *words]),
+                dtype=str(source.dtype) if isinstance(source, torch.Tensor) else "?",
+                shape=str(shape),
+                group=group,
+                members=group_members(group),
+                params=comm.params if comm is not None else (),
+                fingerprint=prints[node].hex()[:16],
+            )
+        )
+    return tuple(entries)
+
+
+def group_members(name: str) -> tuple[int, ...]:
+    """Global ranks of a registered group; empty where it is not registered in this process."""
+    try:
+        return tuple(dist.get_process_group_ranks(compat.resolve_group(name)))
+    except (RuntimeError, ValueError, KeyError):
+        return ()
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The group's name in a collective: its last argument that is a string."""
+    if node.op != "call_function" or not compat.is_functional_collective(node.target):
+        return None
+    names = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)]
+    return names[-1] if names else None
+
+
+def _fingerprint(node: fx.Node, prints: dict[fx.Node, bytes], *, exact: bool) -> bytes:
+    """Of the operators behind a value. Sizes are left out of the model's own nodes: ranks may have batches of other sizes."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    if node.op in ("placeholder", "get_attr"):
+        digest.update(str(node.meta.get("input", node.op)).encode())
+        return digest.digest()
+    digest.update(str(node.target).encode())
+    group = group_of(node)
+
+    def visit(value: Any) -> None:
+        if isinstance(value, fx.Node):
+            digest.update(prints[value])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+        elif value != group and (exact or not isinstance(value, int | float | slice) or isinstance(value, bool)):
+            digest.update(str(value).encode())
+
+    for value in (*node.args, *node.kwargs.values()):
+        visit(value)
+    return digest.digest()
+
+
+def first_difference(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str | None:
+    """Where two signatures differ first, in words; None where they agree."""
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != other:
+            if str(mine) == str(other):
+                return f"collective {index}: both {mine}, but on data that is computed otherwise"
+            return f"collective {index}: {mine}, against {other}"
+    if len(ours) != len(theirs):
+        longer = ours if len(ours) > len(theirs) else theirs
+        return f"{len(ours)} collectives against {len(theirs)}; the first that is over: {longer[min(len(ours), len(theirs))]}"
+    return None
+
+
+def compare(signatures: Sequence[tuple[int, Sequence[Entry]]]) -> None:
+    """Check that all ranks of one group have the same collectives over that group.
+
+    Args:
+        signatures: ``(rank, signature)`` of each member.
+
+    Raises:
+        PeerMismatchError: they have not; says which rank differs where.
+    """
+    first_rank, first = signatures[0]
+    wrong = []
+    for rank, other in signatures[1:]:
+        if (difference := first_difference(first, other)) is not None:
+            wrong.append((rank, difference))
+    if wrong:
+        lines = "\n  ".join(f"rank {first_rank} against rank {rank}: {difference}" for rank, difference in wrong)
+        raise PeerMismatchError(
+            f"ranks would not run the same collectives in the same order:\n  {lines}", ranks=[rank for rank, _ in wrong]
+        )
+
+
+@attrs.frozen
+class Vote:
+    """What one rank tells its peers before a compile takes effect."""
+
+    rank: int
+    error: str | None
+    signature: tuple[Entry, ...]
+
+
+def agree(topology: DataParallelTopology | None, error: Exception | None, entries: tuple[Entry, ...]) -> None:
+    """Let all data-parallel ranks decide together: all go on, or all raise.
+
+    Args:
+        topology: the axes; with None there is nobody to ask.
+        error: why this rank cannot go on.
+        entries: its signature.
+
+    Raises:
+        PeerMismatchError: another rank failed, or would run other collectives.
+    """
+    if topology is not None:
+        votes = [Vote(dist.get_rank(), None if error is None else f"{type(error).__name__}: {error}", entries)]
+        for axis in topology.axis_names:
+            group = topology.mesh.get_group(axis)
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, votes, group=group)
+            members = tuple(dist.get_process_group_ranks(group))
+            mine = {vote.rank: vote for part in gathered for vote in part if vote.rank in members}
+            votes = [vote for part in gathered for vote in part]
+            if error is None and all(vote.error is None for vote in votes):
+                error = _difference([mine[rank] for rank in members if rank in mine], members)
+                if error is not None:
+                    votes.append(Vote(dist.get_rank(), str(error), ()))
+        failed = [vote for vote in votes if vote.error is not None]
+        if error is None and failed:
+            error = PeerMismatchError(
+                f"rank {failed[0].rank} could not compile, so no rank does: {failed[0].error}",
+                ranks=[vote.rank for vote in failed],
+            )
+    if error is not None:
+        raise error
+
+
+def _difference(votes: Sequence[Vote], members: tuple[int, ...]) -> PeerMismatchError | None:
+    try:
+        compare([(vote.rank, [e for e in vote.signature if e.members == members]) for vote in votes])
+    except PeerMismatchError as error:
+        return error
+    return None

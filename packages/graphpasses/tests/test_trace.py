@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import graphpasses_support as support
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stepwell_graphpasses import JointGraph, trace
+from stepwell_graphpasses.exceptions import CaptureError, GuardError
+
+
+def run(joint: JointGraph, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        buffers = dict(model.named_buffers())
+        return joint.module(
+            *(dict(model.named_parameters())[name] for name in joint.table.names),
+            *(buffers[buffer.name] for buffer in joint.buffers),
+            *joint.guards.flatten(inputs),
+        )
+
+
+def check(make: Any, train_fn: Any, inputs: dict[str, Any], tolerance: float = 0.0, **options: Any) -> JointGraph:
+    """Loss, gradients and buffers of the graph are those of eager, bit for bit unless said otherwise."""
+    model = support.seeded(make)
+    before, again = copy.deepcopy(model), copy.deepcopy(model)
+    joint = trace(model, train_fn, inputs, **options)
+    for (name, a), (_, b) in zip(model.state_dict().items(), before.state_dict().items(), strict=True):
+        assert torch.equal(a, b), f"tracing changed {name}"
+    torch.manual_seed(3)
+    outputs = run(joint, model, inputs)
+    torch.manual_seed(3)
+    found = support.local_gradients(before, train_fn, inputs)
+    torch.manual_seed(3)
+    result = train_fn(again, **inputs)
+    loss = result[0] if isinstance(result, tuple) else result
+    assert abs(outputs[0].item() - loss.item()) <= tolerance
+    got = dict(zip(joint.gradients, outputs[len(outputs) - len(joint.gradients) :], strict=True))
+    expected = {name: found[name] for name in joint.table.names if found[name] is not None}
+    assert got.keys() == expected.keys()
+    assert support.difference(got, expected) <= tolerance
+    for (name, a), (_, b) in zip(model.named_buffers(), before.named_buffers(), strict=True):
+        assert torch.allclose(a, b), name
+    return joint
+
+
+def gpt(**options: Any) -> Any:
+    return lambda: support.TinyGPT(**options)
+
+
+TOKENS = {"tokens": support.tokens(rank=0)}
+X = {"x": torch.randn(3, 4), "y": torch.randn(3, 4)}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": True}, {"frozen": True}, {"unused": True}, {"scalar": True}, {"dropout": 0.3}], ids=str
+)
+def test_a_transformer_is_captured_bit_for_bit(options: dict[str, Any]) -> None:
+    joint = check(gpt(**options), support.gpt_loss, TOKENS)
+    assert joint.losses == (("top", None),)
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.conv(x)).relu()
+        self.calls = self.calls + 1  # replaced
+        self.mean.lerp_(x.detach().mean((0, 2, 3)), 0.1)  # written in place
+        return x.mean((2, 3))
+
+
+def test_s22_buffers_end_as_in_eager_and_tracing_does_not_touch_them() -> None:
+    inputs = {"x": torch.randn(3, 2, 5, 5), "y": torch.randn(3, 4)}
+    joint = check(Norms, support.mse_loss, inputs, tolerance=1e-7)
+    assert [buffer.name for buffer in joint.buffers] == [
+        "calls",
+        "mean",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, dropout: float = 0.4, *, fold: bool = True) -> None:
+        super().__init__()
+        self.fold = fold
+        self.up, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.down, self.drop = nn.Linear(8, 4), nn.Dropout(dropout)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.dropout(self.drop(self.norm(self.up(x))).relu(), 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):  # the same modules twice: names alone cannot tell the draws apart
+            x = x + (checkpoint(self.inner, x, use_reentrant=False) if self.fold else self.inner(x))
+        return x
+
+
+def test_s22_s37_a_checkpointed_region_keeps_its_masks_and_writes_its_buffers_once() -> None:
+    inputs = {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}
+    plain = trace(support.seeded(lambda: Checkpointed(fold=False)), support.mse_loss, inputs)
+    model = support.seeded(Checkpointed)
+    joint = trace(model, support.mse_loss, inputs)
+    assert len(joint.graph.nodes) == len(plain.graph.nodes)
+    assert sum(node.meta.get("recompute", False) for node in joint.graph.nodes) > 10
+    reference = support.seeded(lambda: Checkpointed(fold=False))
+    torch.manual_seed(5)
+    outputs = run(joint, model, inputs)
+    torch.manual_seed(5)
+    expected = support.local_gradients(reference, support.mse_loss, inputs)
+    assert support.difference(dict(zip(joint.gradients, outputs[1:], strict=True)), expected) == 0.0
+    assert int(model.norm.num_batches_tracked) == int(reference.norm.num_batches_tracked) == 2
+
+
+def test_s37_a_draw_that_cannot_be_told_from_another_is_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(F.dropout(x, 0.5) + F.dropout(x, 0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x * 2, use_reentrant=False)
+
+    inputs = {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}
+    with pytest.raises(CaptureError, match=r"runs again in backward.*2 draws"):
+        trace(Twice(), support.mse_loss, inputs)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.outer = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(8, 8), nn.ReLU())})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer["inner"](self.attend(x, x, x, need_weights=False)[0])
+
+
+def test_multihead_attention_and_nested_modules() -> None:
+    check(Attention, support.mse_loss, {"x": torch.randn(2, 5, 8), "y": torch.randn(2, 5, 8)}, tolerance=1e-7)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 6, num_layers=2, batch_first=True)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rnn(x)[0])
+
+
+def test_an_lstm() -> None:
+    check(Recurrent, support.mse_loss, {"x": torch.randn(2, 5, 4), "y": torch.randn(2, 5, 4)}, tolerance=1e-6)
+
+
+def test_autocast_inside_the_step() -> None:
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+        return F.mse_loss(out.float(), y)
+
+    joint = check(lambda: support.MLP(4, 8, 3), step, support.pair((4, 3), rank=0))
+    assert any(
+        getattr(node.meta["val"], "dtype", None) == torch.bfloat16 for node in joint.graph.nodes if node.op != "output"
+    )
+
+
+def test_kwargs_trees_and_constants() -> None:
+    def step(model: nn.Module, batch: dict[str, Any], power: int, *, names: tuple[str, ...]) -> Any:
+        out = model(batch["pair"][0]) if "x" in names else None
+        return (out - batch["pair"][1]).abs().pow(power).mean(), {"power": power, "first": out.detach()[0, 0]}
+
+    inputs = {"batch": {"pair": (torch.randn(3, 4), torch.randn(3, 2))}, "power": 2, "names": ("x",)}
+    joint = check(lambda: support.MLP(4, 2), step, inputs)
+    assert joint.losses == (("power", 2), ("first", None))
+    assert joint.guards.tensor_names == ("batch.pair.0", "batch.pair.1")
+
+
+def test_every_node_has_its_module_and_phase_backward_nodes_too() -> None:
+    joint = trace(support.seeded(gpt(layers=2)), support.gpt_loss, TOKENS)
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    phases = [node.meta["phase"] for node in nodes]
+    assert phases == sorted(phases, reverse=True)  # forward, then backward
+    by_owner = {(node.meta["fqn"], node.meta["phase"]) for node in nodes if "mm" in node.name}
+    for layer in range(2):
+        for part in ("qkv", "out", "up", "down"):
+            assert (f"layers.{layer}.{part}", "forward") in by_owner
+            assert (f"layers.{layer}.{part}", "backward") in by_owner
+    assert ("", "backward") not in by_owner
+
+
+def test_backward_nodes_get_their_module_by_data_flow_where_torch_does_not_number_autograd_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from stepwell_graphpasses import _compat
+
+    monkeypatch.setattr(_compat, "next_sequence_number", lambda: None)
+    monkeypatch.setattr(_compat, "sequence_number", lambda node: None)
+    joint = trace(support.seeded(gpt(layers=2)), support.gpt_loss, TOKENS)
+    owners = {node.meta["fqn"] for node in joint.graph.nodes if "mm" in node.name and node.meta["phase"] == "backward"}
+    assert {"layers.0.qkv", "layers.1.down", "head"} <= owners
+
+
+def test_tracing_changes_nothing() -> None:
+    class Restless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+            self.calls = 0
+            self.history: dict[str, Any] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.history["last"] = self.last = F.dropout(self.up(x), 0.5) * random.random()
+            return self.last
+
+    model = Restless()
+    before, torch_state, python_state = dict(model.__dict__), torch.get_rng_state(), random.getstate()
+    trace(model, support.mse_loss, X)
+    assert (model.calls, model.history) == (0, {})
+    assert dict(model.__dict__) == before
+    assert not model.up._forward_hooks
+    assert not model.up._forward_pre_hooks
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+
+
+def test_s36_compile_does_not_advance_the_generator() -> None:
+    inputs = dict(TOKENS)
+    model = support.TinyGPT(dropout=0.5)
+    state = torch.get_rng_state()
+    trace(model, support.gpt_loss, inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_on_the_meta_device_is_traced() -> None:
+    with torch.device("meta"):
+        model = support.TinyGPT()
+    joint = trace(model, support.gpt_loss, TOKENS)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert {node.meta["val"].device.type for node in joint.placeholders} == {"cpu"}
+
+
+def test_the_evaluation_graph_has_no_gradients() -> None:
+    model = support.seeded(gpt())
+    joint = trace(model, support.gpt_loss, TOKENS, backward=False)
+    assert joint.gradients == ()
+    assert {node.meta["phase"] for node in joint.graph.nodes} == {"forward"}
+    loss, _ = run(joint, model, TOKENS)
+    assert loss.item() == support.gpt_loss(model, **TOKENS)[0].item()
+
+
+def line_of(error: pytest.ExceptionInfo[CaptureError]) -> str:
+    assert error.value.filename == __file__
+    assert error.value.lineno is not None
+    with open(__file__) as file:
+        return file.read().splitlines()[error.value.lineno - 1].strip()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        ("item", "return out * out.sum().item()  # item", "reads a number out of a tensor"),
+        ("branch", "if out.sum() > 0:  # branch", "reads a number out of a tensor"),
+        ("mask", "return out[out > 0]  # mask", "shape depends on the data"),
+        ("backward", "out.sum().backward()  # backward", "calls backward itself"),
+        ("bug", 'raise KeyError("mine")  # bug', "KeyError: 'mine'"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_with_its_line(body: str, line: str, message: str, dynamic: bool) -> None:
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return helper(model(x)).mean()
+
+    def helper(out: torch.Tensor) -> torch.Tensor:
+        if body == "item":
+            return out * out.sum().item()  # item
+        if body == "branch":
+            if out.sum() > 0:  # branch
+                return out
+            return -out
+        if body == "mask":
+            return out[out > 0]  # mask
+        if body == "backward":
+            out.sum().backward()  # backward
+            return out
+        raise KeyError("mine")  # bug
+
+    with pytest.raises(CaptureError, match=message) as error:
+        trace(support.MLP(4, 4), step, X, dynamic=dynamic)
+    assert line_of(error) == line
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda model, x, y: model(x), r"must return a loss of one .* got torch.float32 of shape \(3, 4\)"),
+        (lambda model, x, y: None, "got NoneType"),
+        (lambda model, x, y: (model(x).sum(), [1]), "mapping of names"),
+        (lambda model, x, y: (model(x).sum(), {"a": "b"}), "'a' must be a tensor or a number"),
+        (lambda model, x, y: x.sum(), "does not depend on any trainable parameter"),
+    ],
+)
+def test_what_train_fn_must_return(step: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        trace(support.MLP(4, 4), step, X)
+
+
+def test_a_trainable_tensor_from_elsewhere_is_refused() -> None:
+    stranger = nn.Parameter(torch.ones(4))
+    with pytest.raises(CaptureError, match="no parameter of the model"):
+        trace(support.MLP(4, 4), lambda model, x, y: (model(x) * stranger).sum(), X)
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(CaptureError, match="no parameter of the model is trainable"):
+        trace(support.MLP(4, 4).requires_grad_(False), support.mse_loss, X)
+
+
+def test_s38_one_symbolic_graph_serves_several_sizes() -> None:
+    model = support.seeded(gpt())
+    joint = trace(model, support.gpt_loss, TOKENS, dynamic_arg_dims={"tokens": [0, 1]})
+    for batch, length in ((2, 5), (3, 9), (7, 4)):
+        inputs = {"tokens": support.tokens(rank=0, batch=batch, length=length)}
+        outputs = run(joint, model, inputs)
+        expected = support.local_gradients(model, support.gpt_loss, inputs)
+        assert support.difference(dict(zip(joint.gradients, outputs[2:], strict=True)), expected) <= 1e-7
+
+
+def test_s39_guards() -> None:
+    model = support.MLP(4, 4)
+    joint = trace(model, support.mse_loss, X)
+
+    def refuse(message: str, guards: Any = joint.guards, **changes: Any) -> None:
+        with pytest.raises(GuardError, match=message) as error:
+            guards.flatten({**X, **changes})
+        assert error.value.problems
+
+    refuse(r"x: expected shape \(3, 4\), got \(2, 4\)", x=torch.randn(2, 4))
+    refuse(r"x: expected shape", x=torch.randn(3, 4, 1))
+    refuse(r"x: expected torch.float32, got torch.float64", x=torch.randn(3, 4, dtype=torch.float64))
+    refuse(r"x: expected stride \(4, 1\), got \(1, 3\)", x=torch.randn(4, 3).t())
+    refuse(r"x: expected device cpu, got meta", x=torch.randn(3, 4, device="meta"))
+    refuse(r"x: expected a tensor, got int", x=3)
+    refuse(r"expected the inputs x, y; got", z=torch.randn(3))
+    refuse(r"share memory", y=X["x"])
+    dynamic = trace(model, support.mse_loss, X, dynamic=True).guards
+    dynamic.flatten({"x": torch.randn(9, 4), "y": torch.randn(9, 4)})
+    refuse(r"relies on.*y.size\(0\)", dynamic, x=torch.randn(9, 4))
+    refuse(r"from 2 up, got 1", dynamic, x=torch.randn(1, 4), y=torch.randn(1, 4))
+    refuse(r"contiguous", dynamic, x=torch.randn(4, 3).t())
+    refuse(r"x.size\(1\)", dynamic, x=torch.randn(3, 5))
+    named = trace(model, lambda model, x, y, k: support.mse_loss(model, x, y) * k, {**X, "k": 2}).guards
+    refuse(r"made for the value 2, got 3", named, k=3)
+
+
+@pytest.mark.parametrize(
+    ("dims", "inputs", "message"),
+    [
+        ({"z": [0]}, X, "names the input 'z'; tensor inputs are x, y"),
+        ({"x": [2]}, X, "dynamic dim 2 of x does not exist"),
+        ({"x": [0], "y": [0]}, {"x": X["x"][:1], "y": X["y"][:1]}, "sizes 0 and 1 need their own graph"),
+        ({"x": [0]}, {"x": torch.randn(4, 3).t(), "y": X["y"]}, "not contiguous"),
+        ({"x": [1]}, X, r"dim 1 of x was to be dynamic, but the model makes it the constant 4"),
+    ],
+)
+def test_dynamic_dims_that_cannot_be(dims: Any, inputs: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        trace(support.MLP(4, 4), support.mse_loss, inputs, dynamic_arg_dims=dims)
+
+
+def test_a_tensor_given_twice_stays_one() -> None:
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (model(x) - y).square().mean()
+
+    same = torch.randn(3, 4)
+    check(lambda: support.MLP(4, 4), step, {"x": same, "y": same})
+
+
+def test_a_copy_is_independent() -> None:
+    joint = trace(support.MLP(4, 4), support.mse_loss, X)
+    text = str(joint.graph)
+    other = joint.copy()
+    assert str(other.graph) == text
+    other.set_gradients({})
+    other.finish()
+    assert str(joint.graph) == text
+    assert joint.gradients != other.gradients == ()
