@@ -238,7 +238,10 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
     parser.add_argument("--launcher", choices=["loopback", "gloo"], default="loopback", help="threads, or processes")
     parser.add_argument("--text", type=Path, help="a file to train on, instead of Python's own help")
     parser.add_argument(
-        "--check", action=argparse.BooleanOptionalAction, default=True, help="run the same steps in one process and compare"
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the same steps in one process and compare",
     )
     options = parser.parse_args(arguments)
     for name in ("stages", "microbatches", "steps", "batch", "seq_len", "layers", "width", "heads"):
@@ -252,13 +255,17 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
             f" {options.layers + 2}: use fewer stages or more --layers"
         )
     if options.batch < options.microbatches:
-        parser.error(f"--batch {options.batch} cannot be cut into {options.microbatches} microbatches: use a larger batch")
+        parser.error(
+            f"--batch {options.batch} cannot be cut into {options.microbatches} microbatches: use a larger batch"
+        )
     if options.width % options.heads:
         parser.error(f"--width {options.width} must be a multiple of --heads {options.heads}")
     if options.device != "cpu":
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if current is None or options.device != current.type:
-            parser.error(f"--device {options.device} is not here; this machine has cpu{f' and {current.type}' if current else ''}")
+            parser.error(
+                f"--device {options.device} is not here; this machine has cpu{f' and {current.type}' if current else ''}"
+            )
     if options.text is None:
         text = "\n\n".join(pydoc_data.topics.topics.values()).encode()
     else:

@@ -25,6 +25,7 @@ from stepwell_p2p.exceptions import PeerFailure
 from .exceptions import LaunchError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PATIENCE = 10.0  # seconds that the other ranks get to end after one has failed
 
 
 @attrs.frozen(eq=False)
@@ -152,13 +153,13 @@ def _shared_threads(ranks: int) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _join(threads: list[threading.Thread], errors: dict[int, BaseException], patience: float = 10.0) -> None:
-    """Wait for all threads; once one has failed, only ``patience`` seconds more."""
+def _join(threads: list[threading.Thread], errors: dict[int, BaseException]) -> None:
+    """Wait for all threads; once one has failed, only ``_PATIENCE`` seconds more."""
     give_up = None
     while alive := [thread for thread in threads if thread.is_alive()]:
         alive[0].join(0.05 if errors else 0.5)
         if errors and give_up is None:
-            give_up = time.monotonic() + patience
+            give_up = time.monotonic() + _PATIENCE
         if give_up is not None and time.monotonic() > give_up:
             frames = sys._current_frames()
             where = "\n".join(
@@ -168,7 +169,7 @@ def _join(threads: list[threading.Thread], errors: dict[int, BaseException], pat
             )
             first = next(iter(errors.values()))
             raise LaunchError(
-                f"a rank failed ({_reason(first)}), but {len(alive)} others did not end within {patience:g} s;"
+                f"a rank failed ({_reason(first)}), but {len(alive)} others did not end within {_PATIENCE:g} s;"
                 f" they are not in a wait of stepwell's.\n{where}"
             ) from first
 
