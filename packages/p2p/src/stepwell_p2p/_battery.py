@@ -430,7 +430,8 @@ def _expect(condition: object, otherwise: str) -> None:
 def _equal(got: torch.Tensor, expected: torch.Tensor) -> None:
     same = got.shape == expected.shape and got.dtype == expected.dtype
     same = same and torch.equal(bytes_of(got.contiguous()), bytes_of(expected.contiguous()))
-    _expect(same, f"expected {expected}, got {got}")
+    if not same:
+        raise TransportCheckError(f"expected {expected}, got {got}")
 
 
 def _raises(kind: type[_ErrorT], action: Callable[[], object]) -> _ErrorT:

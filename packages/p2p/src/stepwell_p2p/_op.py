@@ -10,22 +10,21 @@ from ._placement import Edge
 
 
 class OpKind(enum.Enum):
-    """Send or receive, of a forward value (F) or of a gradient (B)."""
+    """Send or receive, of a forward value (F) or of a gradient (B).
+
+    Attributes:
+        is_send: whether this end gives the value.
+        is_forward: whether the value travels downstream.
+    """
 
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    @property
-    def is_send(self) -> bool:
-        """Whether this end gives the value."""
-        return self in (OpKind.SEND_F, OpKind.SEND_B)
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether the value travels downstream."""
-        return self in (OpKind.SEND_F, OpKind.RECV_F)
+    def __init__(self, name: str) -> None:
+        self.is_send = name.startswith("SEND")
+        self.is_forward = name.endswith("F")
 
     @property
     def other(self) -> OpKind:

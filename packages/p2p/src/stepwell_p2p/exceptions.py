@@ -22,7 +22,22 @@ class P2PUsageError(P2PError, ValueError):
 
 
 class DeadlockError(P2PUsageError):
-    """The order of communication can block for ever, or can deliver the wrong data."""
+    """The order of communication can block for ever, or delivers the wrong data.
+
+    Attributes:
+        kind: ``"unmatched"`` (a send without its receive, or the reverse), ``"order"`` (the two ends of a channel disagree about
+            which message comes next: wrong data) or ``"cycle"`` (ranks wait for each other).
+        cycle: for a cycle, who waits for whom, each for the next and the last for the first.
+        safe_policy: the name of a channel policy under which the same order is safe, if there is one.
+    """
+
+    def __init__(
+        self, message: str, *, kind: str = "cycle", cycle: tuple[Any, ...] = (), safe_policy: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.cycle = cycle
+        self.safe_policy = safe_policy
 
 
 class TransportError(P2PError):
