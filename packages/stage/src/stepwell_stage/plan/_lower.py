@@ -5,7 +5,7 @@ actions before the one that takes it. Three rules keep it safe and lean:
 
 * *Order.* On each edge receives are posted in the order of the sends, whatever order they are consumed in. So both ends of a
   first-in-first-out channel agree without looking at each other. A stage that takes values from several others has one RECV for
-  each, since no one order of its receives may suit every edge.
+  each, since no one order of its receives may suit every edge. A RECV names its source unless that is the neighbour alone.
 * *Early, but not too early.* A receive is posted ``prefetch`` compute actions ahead of its use: early enough that the transfer
   runs under other work, late enough that buffers follow the microbatches in flight and not M.
 * *Let go.* A sent value is kept until its send is done. Its WAIT stands where waiting costs nothing and can close no circle: for
@@ -162,7 +162,7 @@ class _Lowering:
                     (
                         port.base,
                         port.peer,
-                        stage if len(ports[receive][port.peer]) > 1 else None,
+                        None if len(ports[receive][port.peer]) == 1 and abs(port.peer - stage) == 1 else stage,
                         incoming[ranks[port.peer]].setdefault(ranks[stage], deque()),
                     )
                     for port in row
@@ -192,12 +192,12 @@ class _Lowering:
         waits: list[tuple[int, int, Action]] = []  # when each may stand, a number to keep ties in order, the WAIT
         position = 0
         for done, action in enumerate(row):
-            while waits and waits[0][0] <= slots[done]:
-                out.append(heapq.heappop(waits)[2])
             while position < len(row) and position <= done + self.prefetch:  # what the next actions will take
                 for leaf in row[position].parts or (row[position],):
                     self._receive(rank, leaf, posted, out)
                 position += 1
+            while waits and waits[0][0] <= slots[done]:
+                out.append(heapq.heappop(waits)[2])
             out.append(action)
             for leaf in action.parts or (action,):
                 self._send(leaf, waits, out)

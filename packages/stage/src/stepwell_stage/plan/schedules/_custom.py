@@ -1,0 +1,85 @@
+"""A schedule of your own, written down as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from stepwell_p2p._placement import Placement
+
+from ...exceptions import ScheduleError
+from .._action import Action
+from .._schedule import Schedule
+
+
+def custom(table: str | Sequence[str], *, name: str = "custom") -> Schedule:
+    """The schedule that a table shows, in the form that :meth:`Schedule.table` prints.
+
+    Which rank holds which stage, and how many microbatches there are, follows from the table::
+
+        custom('''
+            rank 0: 0F0 0F1  .  0B0 0B1
+            rank 1:  .  1F0 1B0 1F1 1B1
+        ''')
+
+    Args:
+        table: a line per rank, as one text or several; ``rank 0:`` in front is optional, ``.`` is an idle slot, and
+            ``0F1+3B0`` runs both as one.
+        name: what to call it.
+
+    Raises:
+        ScheduleError: something in the table is no action, or the schedule is not legal; says where and why.
+    """
+    lines = table.splitlines() if isinstance(table, str) else list(table)
+    rows: list[list[Action]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        match = _LINE.fullmatch(line.strip())
+        row, cells = len(rows), line.split()
+        if match is not None:
+            row, cells = int(match["rank"]), match["rest"].split()
+        if row != len(rows):
+            raise ScheduleError(f"line {number} of the table is rank {row}, expected rank {len(rows)}")
+        try:
+            rows.append([_cell(cell) for cell in cells if cell.strip(".")])
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number} of the table: {error}") from None
+    return assemble(name, rows)
+
+
+def assemble(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
+    """A schedule from its compute actions alone; placement and number of microbatches follow from them.
+
+    Raises:
+        ScheduleError: a stage is on two ranks or on none, or the schedule is not legal.
+    """
+    owner: dict[int, int] = {}
+    last = -1
+    for rank, row in enumerate(rows):
+        for action in row:
+            for leaf in action.leaves:
+                last = max(last, leaf.microbatch if leaf.microbatch is not None else -1)
+                if owner.setdefault(leaf.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"{name}: {leaf} is on rank {rank}, but stage {leaf.stage} is on rank {owner[leaf.stage]}"
+                    )
+        if not row:
+            raise ScheduleError(f"{name}: rank {rank} computes nothing")
+    if not owner:
+        raise ScheduleError(f"{name}: there are no actions")
+    missing = next((stage for stage in range(max(owner)) if stage not in owner), None)
+    if missing is not None:
+        raise ScheduleError(f"{name}: stage {max(owner)} is there, but no rank computes stage {missing}")
+    placement = Placement.custom(owner[stage] for stage in range(len(owner)))
+    return Schedule(name, placement, last + 1, rows)
+
+
+def _cell(text: str) -> Action:
+    parts = text.split("+")
+    if len(parts) == 2:
+        return Action.overlap(Action.parse(parts[0]), Action.parse(parts[1]))
+    return Action.parse(text)
+
+
+_LINE = re.compile(r"rank\s+(?P<rank>\d+)\s*:(?P<rest>.*)")
