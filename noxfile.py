@@ -146,7 +146,8 @@ def _unpack(session: nox.Session, requirement: str) -> Path:
 
 def _wheels(session: nox.Session, layers: Iterable[Layer]) -> list[Path]:
     """Build the layers' wheels; without isolation, for flit_core needs nothing else and is quick."""
-    env = {"PYTHONPATH": str(_unpack(session, "flit_core>=3.9,<5"))}
+    (backend,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    env = {"PYTHONPATH": str(_unpack(session, backend))}
     wheels: list[Path] = []
     for layer in layers:
         out = Path(session.virtualenv.location, "wheels", layer.name)

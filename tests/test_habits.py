@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
@@ -62,6 +63,28 @@ def test_projects_declare_floors_and_sibling_ranges(folder: Path) -> None:
         assert ">=" in line, "a floor, which `nox -s floors` tests"
         assert "==" not in line, "a pin would keep a user from any other version"
         assert not line.startswith("stepwell") or "<" in line, "siblings by range"
+
+
+def test_the_meta_package_offers_its_extras() -> None:
+    lines = [line for line in importlib.metadata.requires("stepwell") or [] if "extra ==" in line]
+    extras = {
+        extra: re.findall(rf"^([\w-]+).*extra == [\"']{extra}", "\n".join(lines), re.M)
+        for extra in ("npu", "plot", "cli")
+    }
+    assert extras == {"npu": ["torch-npu"], "plot": ["matplotlib"], "cli": ["rich"]}
+
+
+def test_projects_agree() -> None:
+    """`nox -s floors` tests one floor for a package, so no two layers declare two; and one back end builds them all."""
+    tables = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in DISTRIBUTIONS]
+    for section in ("build-system", "requires-python", "license"):
+        assert len({str(table.get(section, table["project"].get(section))) for table in tables}) == 1
+    declared: dict[str, set[str]] = {}
+    for table in tables:
+        optional = table["project"]["optional-dependencies"].values()
+        for line in [*table["project"]["dependencies"], *(line for extra in optional for line in extra)]:
+            declared.setdefault(re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0], set()).add(line)
+    assert not {name: lines for name, lines in declared.items() if len(lines) > 1}
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:
