@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
 import tarfile
 import tempfile
 import tomllib
@@ -96,9 +95,9 @@ def _layers(root: Path) -> dict[str, Layer]:
 def _closure(layer: Layer, everything: dict[str, Layer]) -> list[Layer]:
     """The layer and the siblings that it declares, and those that they declare, lowest first."""
     found: list[Layer] = []
-    for requirement in layer.requirements():
-        sibling = everything.get(requirement.name.removeprefix("stepwell-"))
-        if sibling is not None:
+    declared = {requirement.name for requirement in layer.requirements()}
+    for sibling in everything.values():
+        if sibling.distribution in declared:
             found += [one for one in _closure(sibling, everything) if one not in found]
     return [*found, layer]
 
@@ -129,10 +128,14 @@ def _pinned_torch() -> str:
     return pins[0]
 
 
+def _ask(session: nox.Session, code: str, *arguments: str) -> str:
+    """What the environment's Python prints."""
+    return str(session.run("python", "-c", code, *arguments, silent=True, log=False)).strip()
+
+
 def _unpack(session: nox.Session, requirement: str) -> Path:
     """Unpack a requirement and what it needs in a folder that all environments share, once for each Python."""
-    report = "import sys, sysconfig; print(sys.implementation.cache_tag, sysconfig.get_platform(), sep='-')"
-    python = str(session.run("python", "-c", report, silent=True, log=False)).strip()
+    python = _ask(session, "import sys, sysconfig; print(sys.implementation.cache_tag, sysconfig.get_platform())")
     cache = session.cache_dir.resolve()
     folder = cache / re.sub(r"[^\w.]+", "-", f"{requirement}-{python}")
     if not folder.is_dir():
@@ -158,15 +161,15 @@ def _wheels(session: nox.Session, layers: Iterable[Layer]) -> list[Path]:
     return wheels
 
 
-def _renew(session: nox.Session, contents: object) -> Path:
-    """Make a kept environment anew where it was not made for these contents; return where to say that it is whole."""
+def _renew(session: nox.Session, contents: object) -> None:
+    """Make a kept environment anew where it was not made for these contents."""
     environment = session.virtualenv
     stamp = Path(environment.location, "made-for.json")
     if stamp.exists() and stamp.read_text() != json.dumps(contents) and isinstance(environment, VirtualEnv):
         session.log("the requirements changed: making the environment anew")
         environment.reuse_existing = False
         environment.create()
-    return stamp
+    stamp.write_text(json.dumps(contents))
 
 
 def _install(
@@ -180,12 +183,11 @@ def _install(
     """Install the wheels of these layers, what they and the extras declare, and the lent torch."""
     torch = torch or _pinned_torch()
     declared = {layer.name: [str(one) for one in layer.requirements(*extras)] for layer in layers}
-    contents = [torch, declared, [*tools], [*constraints]]
-    stamp = _renew(session, contents)
+    _renew(session, [torch, declared, tools, constraints])
     _lend(session, _unpack(session, torch))
     wheels = _wheels(session, layers)
 
-    limits = stamp.with_name("constraints.txt")
+    limits = Path(session.virtualenv.location, "constraints.txt")
     limits.write_text("\n".join([torch, *constraints]))
     # pip keeps an installed wheel of the same version, so ours go first: what is tested is what was built just now.
     session.run_install("python", "-m", "pip", "uninstall", "-qqy", *(layer.distribution for layer in layers))
@@ -195,7 +197,6 @@ def _install(
     ]
     session.install("-c", str(limits), *wanted, *tools)
     _check_installed(session, layers)
-    stamp.write_text(json.dumps(contents))
 
 
 def _lend(session: nox.Session, folder: Path) -> None:
@@ -203,8 +204,7 @@ def _lend(session: nox.Session, folder: Path) -> None:
 
 
 def _purelib(session: nox.Session) -> Path:
-    base = session.virtualenv.location
-    return Path(sysconfig.get_path("purelib", "venv", vars={"base": base, "platbase": base}))
+    return Path(_ask(session, "import sysconfig; print(sysconfig.get_path('purelib'))"))
 
 
 def _check_installed(session: nox.Session, layers: Sequence[Layer]) -> None:
@@ -215,8 +215,9 @@ def _check_installed(session: nox.Session, layers: Sequence[Layer]) -> None:
         "print(json.dumps({name: spec.origin for name, spec in specs.items() if spec}))"
     )
     names = json.dumps([layer.module for layer in EVERYTHING.values()])
-    found = json.loads(str(session.run("python", "-c", look, names, silent=True, log=False)))
-    wanted = {layer.module: str(_purelib(session) / layer.module / "__init__.py") for layer in layers}
+    found = json.loads(_ask(session, look, names))
+    folder = _purelib(session)
+    wanted = {layer.module: str(folder / layer.module / "__init__.py") for layer in layers}
     if found != wanted:
         session.error(f"this environment should hold {wanted} and no other layer, and it holds {found}")
     session.log(f"testing the built wheels of {', '.join(layer.distribution for layer in layers)}")
@@ -267,10 +268,9 @@ def types(session: nox.Session) -> None:
     """Check every source file, and this one, with mypy --strict."""
     declared = {str(one) for layer in EVERYTHING.values() for one in layer.requirements(*ALL_EXTRAS)}
     third_party = sorted(line for line in declared if not line.startswith("stepwell"))
-    stamp = _renew(session, [_pinned_torch(), third_party])
+    _renew(session, [_pinned_torch(), third_party])
     _lend(session, _unpack(session, _pinned_torch()))
     session.install("-c", str(CONSTRAINTS), _tool("mypy"), _tool("nox"), *third_party)
-    stamp.write_text(json.dumps([_pinned_torch(), third_party]))
     sources = [str(layer.folder / "src") for layer in EVERYTHING.values()]
     # A cache of its own: an editor's mypy sees torch elsewhere, and each would throw away the other's work.
     session.run("mypy", "--cache-dir", str(session.cache_dir / "mypy"), *sources, "noxfile.py")
@@ -366,8 +366,7 @@ def npu(session: nox.Session) -> None:
 
 def _accelerated(session: nox.Session, device: str, otherwise: str) -> None:
     _install(session, [*EVERYTHING.values()], extras=[*ALL_EXTRAS, *(["npu"] if device == "npu" else [])])
-    look = "import sys, torch; sys.exit(str(torch.accelerator.current_accelerator()) != sys.argv[1])"
-    if session.run("python", "-c", look, device, success_codes=[0, 1], silent=True) is None:
+    if _ask(session, "import torch; print(torch.accelerator.current_accelerator(check_available=True))") != device:
         session.error(otherwise)
     session.run("pytest", "-m", device, "packages", "tests", *session.posargs)
 
