@@ -19,7 +19,21 @@ import pytest
 PURE = {
     "stepwell_meta": ["exceptions.py", "_mesh_key.py"],
     "stepwell_mesh": ["exceptions.py", "_layout.py", "_topology.py"],
-    "stepwell_p2p": ["exceptions.py", "_placement.py", "_op.py", "_channels.py", "_order.py"],
+    "stepwell_p2p": [
+        "exceptions.py",
+        "_placement.py",
+        "_op.py",
+        "_channels.py",
+        "_order.py",
+        "_step.py",
+        "_ends.py",
+        "_run.py",
+        "_cycle.py",
+        "_transport.py",
+        "_batch.py",
+        "_failure.py",
+        "_tags.py",
+    ],
     "stepwell_stage": ["exceptions.py", "schedules.py", "plan"],
     "stepwell_graphpasses": ["exceptions.py", "_plan.py"],
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from stepwell_p2p._batch import PendingOp
+from stepwell_p2p._buffers import BufferPool
 from stepwell_p2p._channels import Channel, ChannelMap, ChannelPolicy, channels_for, edges_of
 from stepwell_p2p._cycle import Blocked
 from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._order import OrderProof, prove_order
+from stepwell_p2p._pack import Pack, PackingTransport, Route, plan_packs
 from stepwell_p2p._placement import Edge, Placement, Wire, chain_wires
 from stepwell_p2p._step import Post, Step, Wait, Work
 from stepwell_p2p._transport import Handle, Recv, Rules, Send, Transport
@@ -16,6 +18,7 @@ from stepwell_p2p.transports._loopback import LoopbackFabric, LoopbackTransport
 
 __all__ = [
     "Blocked",
+    "BufferPool",
     "C10dTransport",
     "Channel",
     "ChannelMap",
@@ -29,10 +32,13 @@ __all__ = [
     "Op",
     "OpKind",
     "OrderProof",
+    "Pack",
+    "PackingTransport",
     "PendingOp",
     "Placement",
     "Post",
     "Recv",
+    "Route",
     "Rules",
     "Send",
     "Step",
@@ -44,6 +50,7 @@ __all__ = [
     "channels_for",
     "edges_of",
     "expect_values",
+    "plan_packs",
     "prove_order",
     "receive_values",
     "send_values",

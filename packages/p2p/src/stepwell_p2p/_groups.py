@@ -119,7 +119,8 @@ def rounds_of(channels: Sequence[Channel]) -> list[list[Channel]]:
 
 def _split(parent: dist.ProcessGroup, parts: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
     """None where the backend cannot, which all ranks find alike and before any of them has communicated."""
-    if dist.distributed_c10d._get_default_group().bound_device_id is None or not torch.accelerator.is_available():
+    world = dist.group.WORLD
+    if world is None or world.bound_device_id is None or not torch.accelerator.is_available():
         return None
     try:
         return dist.split_group(parent, parts, timeout=timeout, group_desc="stepwell-p2p channel")

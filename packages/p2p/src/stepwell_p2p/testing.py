@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from ._battery import TRANSPORT_CHECKS, Check, TransportCheckError, check_transport
 from ._fabrics import Fabric, PoolFabric, ThreadFabric, die
+from ._recording import Fault, FaultyTransport, RecordingTransport
 
 __all__ = [
     "TRANSPORT_CHECKS",
     "Check",
     "Fabric",
+    "Fault",
+    "FaultyTransport",
     "PoolFabric",
+    "RecordingTransport",
     "ThreadFabric",
     "TransportCheckError",
     "check_transport",
