@@ -1,0 +1,83 @@
+"""Balanced cuts: worked examples, and every cut of small rows tried out."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepwell_stage.exceptions import StageUsageError
+from stepwell_stage.plan._balance import balance, check_starts
+
+
+def parts_of(costs: list[int], starts: tuple[int, ...]) -> list[list[int]]:
+    return [costs[a:b] for a, b in zip(starts, [*starts[1:], len(costs)], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "starts"),
+    [
+        ([5], 1, (0,)),
+        ([1, 1, 1, 1], 2, (0, 2)),
+        ([1, 1, 1, 1, 8, 1], 3, (0, 4, 5)),
+        ([9, 1, 1, 1, 1, 1], 3, (0, 1, 3)),  # the limit is 9; the rest is even all the same
+        ([4, 0, 4, 0], 2, (0, 2)),  # a layer without parameters stays behind the one before
+        ([0, 0, 0, 0, 0, 0], 3, (0, 2, 4)),
+        ([3, 0, 0], 3, (0, 1, 2)),
+        ([0.5, 0.25, 0.25, 1.0], 2, (0, 3)),
+    ],
+)
+def test_examples(costs: list[float], parts: int, starts: tuple[int, ...]) -> None:
+    assert balance(costs, parts) == starts
+
+
+def test_p156_thirty_layers_over_four_parts_stay_thirty() -> None:
+    parts = parts_of(list(range(30)), balance([1] * 30, 4))
+    assert [layer for part in parts for layer in part] == list(range(30))
+    assert sorted(len(part) for part in parts) == [7, 7, 8, 8]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.data())
+def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(costs)))
+
+    def worth(starts: tuple[int, ...]) -> tuple[int, int, int]:
+        cut = parts_of(costs, starts)
+        sums = [sum(part) for part in cut]
+        return max(sums), sum(s * s for s in sums), sum(len(part) ** 2 for part in cut)
+
+    found = balance(costs, parts)
+    assert len(found) == parts
+    assert found[0] == 0
+    assert worth(found) == min(worth((0, *rest)) for rest in combinations(range(1, len(costs)), parts - 1))
+
+
+def test_a_long_model_takes_no_time() -> None:
+    starts = balance([100, *[12.5] * 398, 100], 16)
+    assert max(sum(part) for part in parts_of([100, *[12.5] * 398, 100], starts)) <= 5175 / 16 + 12.5
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "words"),
+    [
+        ([1, 2], 3, "2 layers cannot be cut into 3 parts"),
+        ([1], 0, "at least 1 part, got 0"),
+        ([1, -1], 1, "entry 1 is -1"),
+        ([1, float("nan")], 1, "entry 1 is nan"),
+        ([float("inf"), 1], 1, "entry 0 is inf"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(costs: list[float], parts: int, words: str) -> None:
+    with pytest.raises(StageUsageError, match=words):
+        balance(costs, parts)
+
+
+def test_given_boundaries_are_checked() -> None:
+    assert check_starts([0, 2, 5], 6) == check_starts([2, 5], 6) == (0, 2, 5)
+    assert check_starts([], 3) == (0,)
+    for wrong in ([3, 2], [2, 2], [6], [-1, 2]):
+        with pytest.raises(StageUsageError, match="must ascend within 1 to 5"):
+            check_starts(wrong, 6)
