@@ -92,7 +92,7 @@ def test_declarations_that_disagree_are_refused_on_every_rank(threads: Threads, 
     assert errors[0].stage is None or errors[0].stage == 1
     with pytest.raises(PipeliningMetadataError, match=f"stage 1(.|\n)*{words}"):
         raise errors[0]
-    assert "output_args of stage 0 and input_args of stage 1" in str(errors[0])
+    assert "Declare the same in input_args of stage 1 and in output_args of the stages" in str(errors[0])
 
 
 def test_a_batch_that_is_not_what_the_first_stage_declares(threads: Threads) -> None:

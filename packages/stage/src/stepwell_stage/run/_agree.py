@@ -12,9 +12,20 @@ from typing import Any
 
 import attrs
 
-from stepwell_meta import ForwardMeta, InferenceMode, PipeliningMetadataError, decode, encode, validate
-from stepwell_p2p import Edge, Op, OpKind, Placement, Transport, receive_values, send_values
+from stepwell_meta import (
+    AnyMeta,
+    BackwardMeta,
+    ForwardMeta,
+    InferenceMode,
+    PipeliningMetadataError,
+    decode,
+    encode,
+    validate,
+)
+from stepwell_p2p import Edge, Op, OpKind, Placement, Transport, Wire, receive_values, send_values
 
+from ..plan._wiring import Wiring
+from ._link import LinkLooks, select
 from ._stage import PipelineStage
 
 
@@ -39,17 +50,17 @@ class Cut:
 
 @attrs.frozen
 class Agreement:
-    """The outcome, the same on every rank, and this rank's share of the static metadata.
+    """The outcome, the same on every rank.
 
     Attributes:
         mode: STATIC if every stage declared its values.
         cut: how the batch was cut.
-        inputs: in STATIC mode, for each stage of this rank but the first what the stage before it hands over.
+        looks: in STATIC mode, for each link to a stage of this rank what crosses it.
     """
 
     mode: InferenceMode
     cut: Cut
-    inputs: Mapping[int, ForwardMeta]
+    looks: Mapping[tuple[int, int], LinkLooks]
 
 
 @attrs.frozen
@@ -58,12 +69,14 @@ class _Word:
 
     error: str | None
     static: bool
+    shapes: str
+    wires: tuple[tuple[int, int, int, int], ...] | None
     sizes: tuple[int, ...]
     groups: tuple[int, ...]
-    outputs: ForwardMeta | None = None
+    declared: tuple[tuple[ForwardMeta, tuple[AnyMeta | None, ...] | None] | None, ...] = ()
 
     def to_bytes(self) -> bytes:
-        return encode((self.error, self.static, self.sizes, self.groups, self.outputs))
+        return encode(attrs.astuple(self, recurse=False))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Word:
@@ -73,6 +86,7 @@ class _Word:
 def agree(
     stages: Sequence[PipelineStage],
     placement: Placement,
+    wiring: Wiring,
     transport: Transport,
     *,
     cut: Cut | None,
@@ -83,6 +97,7 @@ def agree(
     Args:
         stages: this rank's stages.
         placement: the rank of each stage.
+        wiring: which output goes where, as this rank was told.
         transport: what carries the messages.
         cut: on the first stage's rank, how the batch was cut; elsewhere None.
         has_backward: whether the step to come has one.
@@ -90,25 +105,37 @@ def agree(
     Raises:
         PipeliningMetadataError: what is wrong, on whichever rank; on all of them.
     """
-    inputs: dict[int, ForwardMeta] = {}
+    wires = None if wiring.wires is None else tuple(attrs.astuple(wire) for wire in wiring.wires)
+    looks: dict[tuple[int, int], LinkLooks] = {}
 
     def down(stage: PipelineStage, incoming: bytes | None) -> bytes:
         if incoming is None:
             assert cut is not None  # the first stage's rank cut the batch
-            word = _Word(_misfit(stage, cut), True, cut.sizes, cut.groups)
+            word = _Word(_misfit(stage, cut), True, stage.shapes, wires, cut.sizes, cut.groups)
         else:
             word = _Word.from_bytes(incoming)
-        found = word.error
         static = word.static and stage.vote(has_backward=has_backward) is InferenceMode.STATIC
-        if word.outputs is not None:
-            inputs[stage.stage_index] = word.outputs
-            found = found or _disagreement(stage, word.outputs)
+        error = word.error
+        if word.shapes != stage.shapes:
+            error = (
+                error
+                or f"stage 0 has shapes={word.shapes!r}, stage {stage.stage_index} {stage.shapes!r}: make them equal"
+            )
+        if word.wires != wires:
+            error = error or f"stage 0 was given other wires than stage {stage.stage_index}: give every stage the same"
         if static and len(set(word.groups)) > 1:
-            found = found or (
+            error = error or (
                 f"stages declare the shape of one microbatch, but the batch is cut into microbatches of sizes {word.sizes};"
                 " use a batch that the number of microbatches divides, or declare nothing"
             )
-        return attrs.evolve(word, error=found, static=static, outputs=stage.declared_outputs).to_bytes()
+        if error is None:
+            try:
+                looks.update(_incoming(stage, wiring, word.declared))
+            except PipeliningMetadataError as found:
+                error = str(found)
+        outputs = stage.declared_outputs
+        declared = None if outputs is None else (outputs, stage.declared.output_grads)
+        return attrs.evolve(word, error=error, static=static, declared=(*word.declared, declared)).to_bytes()
 
     outcome = sweep(stages, placement, transport, down, upstream=False)
 
@@ -120,14 +147,34 @@ def agree(
     if word.error is not None:
         raise PipeliningMetadataError(word.error)
     mode = InferenceMode.STATIC if word.static else InferenceMode.DYNAMIC
-    return Agreement(mode, Cut(word.sizes, word.groups), inputs)
+    return Agreement(mode, Cut(word.sizes, word.groups), looks)
+
+
+def declared_looks(stage: PipelineStage, wires: tuple[Wire, ...] | None) -> LinkLooks:
+    """What a stage that declares its outputs says of a link that starts there."""
+    assert stage.declared_outputs is not None
+    return _across(stage.declared_outputs, stage.declared.output_grads, wires)
+
+
+def _across(
+    outputs: ForwardMeta, grads: tuple[AnyMeta | None, ...] | None, wires: tuple[Wire, ...] | None
+) -> LinkLooks:
+    """What of a stage's declared outputs, and of their gradients, crosses a link."""
+    values = select(outputs, wires)
+    looks = LinkLooks({0: values})
+    if grads is not None:
+        chosen = grads if wires is None else tuple(grads[wire.output] for wire in wires)
+        looks.grads[0] = BackwardMeta(
+            [grad for grad, meta in zip(chosen, values.outputs, strict=True) if meta.requires_grad]
+        )
+    return looks
 
 
 def _misfit(stage: PipelineStage, cut: Cut) -> str | None:
     """Why the batch is not what the first stage declares it takes."""
-    if stage.declared_inputs is None:
+    if stage.declared.inputs is None:
         return None
-    declared = tuple((meta.shape, meta.dtype) for meta in stage.declared_inputs)
+    declared = tuple((meta.shape, meta.dtype) for meta in stage.declared.inputs)
     for shapes in cut.shapes:
         if shapes[: len(declared)] != declared:
             return (
@@ -137,21 +184,44 @@ def _misfit(stage: PipelineStage, cut: Cut) -> str | None:
     return None
 
 
-def _disagreement(stage: PipelineStage, before: ForwardMeta) -> str | None:
-    """Why what the stage before declares it hands over is not what this stage declares it takes."""
-    if stage.declared_inputs is None:
-        return None
-    try:
-        validate(
-            stage.declared_inputs,
-            before.outputs,
-            what="input",
-            stage=stage.stage_index,
-            hint=f"Declare the same in output_args of stage {stage.stage_index - 1} and input_args of stage {stage.stage_index}.",
-        )
-    except PipeliningMetadataError as error:
-        return str(error)
-    return None
+def _incoming(
+    stage: PipelineStage,
+    wiring: Wiring,
+    declared: Sequence[tuple[ForwardMeta, tuple[AnyMeta | None, ...] | None] | None],
+) -> dict[tuple[int, int], LinkLooks]:
+    """What is declared of the values that a stage takes, by link.
+
+    Raises:
+        PipeliningMetadataError: earlier stages declare other values, or gradients, than this one.
+    """
+    index = stage.stage_index
+    found: dict[tuple[int, int], LinkLooks] = {}
+    values: dict[int, AnyMeta] = {}
+    grads: dict[int, AnyMeta | None] = {}
+    for source in wiring.sources(index):
+        told = declared[source]
+        if told is None:
+            return found
+        wires = wiring.between(source, index)
+        looks = found[source, index] = _across(*told, wires)
+        metas = looks.values[0].outputs
+        places = range(len(metas)) if wires is None else [wire.input for wire in wires]
+        values.update(zip(places, metas, strict=True))
+        if told[1] is not None:
+            chosen = told[1] if wires is None else [told[1][wire.output] for wire in wires]
+            grads.update(zip(places, chosen, strict=True))
+    if not found:
+        return found
+    hint = f"Declare the same in {{}} of stage {index} and in {{}} of the stages that its inputs come from."
+    if stage.declared.inputs is not None:
+        expected = stage.declared.inputs
+        actual = [values[place] for place in sorted(values)]
+        validate(expected, actual, what="input", stage=index, hint=hint.format("input_args", "output_args"))
+    if stage.declared.input_grads is not None and len(grads) == len(values):
+        actual_grads = [grads[place] for place in sorted(grads)]
+        hint = hint.format("input_grads", "output_grads")
+        validate(stage.declared.input_grads, actual_grads, what="input gradient", stage=index, hint=hint)
+    return found
 
 
 def sweep(

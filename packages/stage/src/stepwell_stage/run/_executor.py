@@ -15,6 +15,7 @@ from ..exceptions import StageUsageError
 from ..plan._lower import Plan, lower
 from ..plan._schedule import Schedule
 from ..plan._timeline import Event
+from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._agree import Cut
 from ._microbatch import batch_size, merge, signature, split
@@ -70,7 +71,14 @@ class Executor:
         trace: bool = False,
     ) -> None:
         self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
-        self.plan = schedule if isinstance(schedule, Plan) else lower(schedule)
+        placement = schedule.placement
+        self.wiring = same_wiring([stage.wires for stage in self.stages], placement.num_stages)
+        self.plan = schedule if isinstance(schedule, Plan) else lower(schedule, self.wiring.links)
+        if self.plan.links != self.wiring.links:
+            raise StageUsageError(
+                f"{self.plan.schedule.name} was lowered for the links {self.plan.links}, but the stages' wires make the links"
+                f" {self.wiring.links}: pass the schedule, or lower it with these links"
+            )
         self.transport = _find_transport(self.stages, self.plan, transport)
         self.trace = trace
         self.events: tuple[Event, ...] = ()
@@ -79,7 +87,7 @@ class Executor:
         self._loss_weights = loss_weights
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
         _check_weights(loss_weights, self.plan.num_microbatches)
-        self._train = Run(self.stages, self.plan, self.transport, loss_fn)
+        self._train = Run(self.stages, self.plan, self.wiring, self.transport, loss_fn)
         self._eval: Run | None = None
 
     @property
@@ -151,7 +159,7 @@ class Executor:
             plan = self.plan
             if self._train.has_backward:
                 plan = lower(forward_only(plan.placement, plan.num_microbatches), plan.links)
-            self._eval = Run(self.stages, plan, self.transport, self._loss_fn)
+            self._eval = Run(self.stages, plan, self.wiring, self.transport, self._loss_fn)
         with torch.no_grad():
             return self._run(self._eval, args, kwargs, target, losses, return_outputs=return_outputs)
 

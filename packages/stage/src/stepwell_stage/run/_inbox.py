@@ -9,41 +9,42 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from stepwell_meta import ForwardMeta, TensorMeta, decode
+from stepwell_meta import TensorMeta
 from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import Handle, Op, Recv, Transport, receive_values
+from stepwell_p2p import ExpectedValues, Handle, Op, Recv, Transport, expect_values
 
-Key: TypeAlias = tuple[bool, int, int]  # forward?, stage, microbatch
+Key: TypeAlias = tuple[bool, int, int, int]  # forward?, stage that takes it, stage that makes it, microbatch
+
+Learn: TypeAlias = Callable[[bytes], None]
 
 
 @attrs.frozen(eq=False)
 class Expected:
-    """One value set that will come.
+    """Values of one link and microbatch that will come.
 
     Attributes:
-        key: what it is.
+        key: what they are.
         ops: from the number of tensors to their ops, which do not change from step to step.
-        metas: what the tensors look like, or None while that is not known.
-        learn: takes what the message itself says they look like; None where that has been agreed before.
+        look: what the tensors look like; or, where they come behind a header, what takes the header's payload; or None while
+            neither is known.
     """
 
     key: Key
     ops: Callable[[int], Sequence[Op]]
-    metas: Callable[[], Sequence[TensorMeta] | None]
-    learn: Callable[[ForwardMeta], None] | None = None
+    look: Callable[[], Sequence[TensorMeta] | Learn | None]
 
 
 class Inbox:
     """All receives from one rank; one object per source, used for one step at a time.
 
-    A receive can be posted once it is known what will come. What is not known yet comes behind a header, and is received only
-    when it is needed; whatever that rank sends after it then waits in line, so that both ends see one order.
+    A receive can be posted once it is known what will come. Until then it waits in line, and what that rank sends after it too,
+    so that both ends see one order. What comes behind a header holds up the line on transports that are first in, first out.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._line: deque[Expected] = deque()
-        self._handles: dict[Key, Handle] = {}
+        self._under_way: dict[Key, Handle | tuple[ExpectedValues, Learn] | tuple[()]] = {}
         self._arrived: dict[Key, tuple[torch.Tensor, ...]] = {}
 
     def expect(self, expected: Expected) -> None:
@@ -52,39 +53,52 @@ class Inbox:
         self._post()
 
     def take(self, key: Key) -> tuple[torch.Tensor, ...]:
-        """Wait for a value set and give it away."""
+        """Wait for what was expected under that key, and give it away."""
         while True:
             self._post()  # what was not known when it was expected may be known now
-            handle = self._handles.pop(key, None)
-            if handle is not None:
-                return handle.wait()
             if key in self._arrived:
                 return self._arrived.pop(key)
+            if key in self._under_way:
+                return self._finish(self._under_way.pop(key))
             head = self._line.popleft()
-            if head.learn is None:
+            learn = head.look()
+            if not callable(learn):
                 raise PipeliningMetadataError(
-                    f"what crosses to stage {head.key[1]} in microbatch {head.key[2]} is not known yet",
+                    f"what stage {head.key[2]} sends to stage {head.key[1]} in microbatch {head.key[3]} is not known yet: the"
+                    " schedule asks for its gradient before its forward has run",
                     stage=head.key[1],
                 )
-            payload, tensors = receive_values(self._transport, head.ops(1)[0])
-            head.learn(decode(payload))
-            self._arrived[head.key] = tuple(tensors)
+            self._arrived[head.key] = self._finish((expect_values(self._transport, head.ops(1)[0]), learn))
 
     def clear(self) -> None:
         """Forget everything, after a failure."""
         self._line.clear()
-        self._handles.clear()
+        self._under_way.clear()
         self._arrived.clear()
+
+    def _finish(self, under_way: Handle | tuple[ExpectedValues, Learn] | tuple[()]) -> tuple[torch.Tensor, ...]:
+        if not isinstance(under_way, tuple):
+            return under_way.wait()
+        if not under_way:
+            return ()
+        values, learn = under_way
+        payload, tensors = values.wait()
+        learn(payload)
+        return tensors
 
     def _post(self) -> None:
         while self._line:
             head = self._line[0]
-            metas = None if head.learn else head.metas()
-            if metas is None:
+            look = head.look()
+            if look is None:
                 return
-            self._line.popleft()
-            if metas:
-                batch = [Recv(op, meta) for op, meta in zip(head.ops(len(metas)), metas, strict=True)]
-                self._handles[head.key] = self._transport.post(batch)
+            if callable(look):
+                if not self._transport.rules.tagged:
+                    return
+                self._under_way[head.key] = (expect_values(self._transport, head.ops(1)[0]), look)
+            elif look:
+                batch = [Recv(op, meta) for op, meta in zip(head.ops(len(look)), look, strict=True)]
+                self._under_way[head.key] = self._transport.post(batch)
             else:
-                self._arrived[head.key] = ()
+                self._under_way[head.key] = ()
+            self._line.popleft()

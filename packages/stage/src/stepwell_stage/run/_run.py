@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 
-from stepwell_meta import InferenceMode
+from stepwell_meta import ForwardMeta, InferenceMode
 from stepwell_meta.exceptions import StepwellError
-from stepwell_p2p import Transport
+from stepwell_p2p import Edge, Transport
 from stepwell_p2p.exceptions import PeerFailure
 
 from ..exceptions import StageExecutionError, StageUsageError
@@ -18,9 +19,11 @@ from ..plan._action import Action, Kind
 from ..plan._lower import Plan
 from ..plan._prove import prove
 from ..plan._timeline import Event
-from ._agree import Cut, agree
+from ..plan._wiring import Wiring
+from ._agree import Cut, agree, declared_looks
 from ._announce import Announcer, Word
 from ._inbox import Inbox
+from ._link import InLink, LinkLooks, LinkPlace, OutLink
 from ._stage import PipelineStage
 from ._stage_run import Known, StageRun, StepData
 
@@ -41,7 +44,7 @@ class _Learned:
     """What is known about steps whose batch is cut in one way."""
 
     cut: Cut
-    stages: Mapping[int, Known]
+    known: Known
 
 
 class Run:
@@ -50,6 +53,7 @@ class Run:
     Args:
         stages: this rank's stages.
         plan: what to run. It is proved under the transport's rules.
+        wiring: which output goes where.
         transport: what carries values.
         loss_fn: the loss, on the last stage's rank.
     """
@@ -58,6 +62,7 @@ class Run:
         self,
         stages: Sequence[PipelineStage],
         plan: Plan,
+        wiring: Wiring,
         transport: Transport,
         loss_fn: Callable[..., torch.Tensor] | None,
     ) -> None:
@@ -65,22 +70,20 @@ class Run:
             prove(plan, transport.rules)
         self.has_backward = plan.schedule.has_backward
         self._plan = plan
+        self._wiring = wiring
         self._stages = stages
         self._transport = transport
         self._announcer = Announcer(plan.placement, transport, is_step=self.has_backward)
         self._learned: dict[int, _Learned] = {}
         self._inboxes = {rank: Inbox(transport) for rank in range(transport.size) if rank != transport.rank}
-        self._runs = {
-            stage.stage_index: StageRun(
-                stage, plan.placement, transport, self._inboxes, loss_fn, has_backward=self.has_backward
-            )
-            for stage in stages
-        }
-        for index, stage_run in self._runs.items():
-            stage_run.previous = self._runs.get(index - 1)
-            stage_run.following = self._runs.get(index + 1)
+        self._in_links: dict[tuple[int, int], InLink] = {}
+        self._out_links: dict[tuple[int, int], OutLink] = {}
+        self._runs = {stage.stage_index: self._stage_run(stage, loss_fn) for stage in stages}
+        for place in self._in_links.keys() & self._out_links.keys():
+            self._in_links[place].other, self._out_links[place].other = self._out_links[place], self._in_links[place]
         self._actions, self._calls = self._bind()
         self._failed: str | None = None
+        self._first: dict[tuple[int, tuple[int, ...], bool], frozenset[int]] = {}
 
     def refuse(self, reason: str) -> None:
         """This rank cannot begin the step that the others begin: tell them."""
@@ -111,9 +114,12 @@ class Run:
         except PeerFailure as error:
             self._failed = str(error)
             raise
-        for index, stage_run in self._runs.items():
-            before = frozenset() if index == 0 else self._unknown(index - 1, learned, learned.stages[index].inputs)
-            stage_run.know(learned.stages[index], before, self._unknown(index, learned, learned.stages[index].outputs))
+        for stage_run in self._runs.values():
+            stage_run.know(learned.known)
+        for links in (self._in_links, self._out_links):
+            for (source, destination), link in links.items():
+                groups, looks = learned.known.groups, learned.known.links[source, destination]
+                link.know(groups, looks, self._firsts(source, groups), self._firsts(destination, groups, backward=True))
         return learned.cut
 
     def go(self, data: StepData, *, trace: bool) -> tuple[Event, ...]:
@@ -163,48 +169,96 @@ class Run:
         if is_new:
             self._learned.pop(number, None)
             self._learned[number] = self._agree(cut)
-        return self._learned[number]
+        learned = self._learned[number]
+        return self._fresh(learned.cut) if self._stages[0].shapes == "dynamic" else learned
 
     def _agree(self, cut: Cut | None) -> _Learned:
-        agreement = agree(self._stages, self._plan.placement, self._transport, cut=cut, has_backward=self.has_backward)
-        known = {}
-        for stage in self._stages:
-            here = known[stage.stage_index] = Known(agreement.cut.groups)
-            if agreement.mode is InferenceMode.STATIC:
+        agreement = agree(
+            self._stages,
+            self._plan.placement,
+            self._wiring,
+            self._transport,
+            cut=cut,
+            has_backward=self.has_backward,
+        )
+        outputs: dict[int, dict[int, ForwardMeta]] = {stage.stage_index: {} for stage in self._stages}
+        links = {place: LinkLooks() for place in (*self._in_links, *self._out_links)}
+        if agreement.mode is InferenceMode.STATIC:
+            links |= agreement.looks
+            for stage in self._stages:
                 if stage.declared_outputs is not None:
-                    here.outputs[0] = stage.declared_outputs
-                if stage.stage_index in agreement.inputs:
-                    here.inputs[0] = agreement.inputs[stage.stage_index]
-        return _Learned(cut or agreement.cut, known)
+                    outputs[stage.stage_index][0] = stage.declared_outputs
+                    for place, link in self._out_links.items():
+                        if place[0] == stage.stage_index:
+                            links[place] = declared_looks(stage, link.place.wires)
+        return _Learned(cut or agreement.cut, Known(agreement.cut.groups, outputs, links))
 
-    def _unknown(self, source: int, learned: _Learned, known: Mapping[int, object]) -> frozenset[int]:
-        """The microbatches of a stage whose output goes behind a header: of each group not known yet, the first it makes."""
-        groups = learned.cut.groups
-        if len(known) == len(set(groups)):
-            return frozenset()
-        first: dict[int, int] = {}
-        for action in self._plan.schedule.actions[self._plan.placement.ranks[source]]:
-            if action.stage == source and action.kind is Kind.F and action.microbatch is not None:
-                first.setdefault(groups[action.microbatch], action.microbatch)
-        return frozenset(microbatch for group, microbatch in first.items() if group not in known)
+    def _fresh(self, cut: Cut) -> _Learned:
+        """Of dynamic shapes nothing is known beforehand: every microbatch is a group of its own, and every step begins anew."""
+        outputs: dict[int, dict[int, ForwardMeta]] = {stage.stage_index: {} for stage in self._stages}
+        links = {place: LinkLooks() for place in (*self._in_links, *self._out_links)}
+        return _Learned(cut, Known(range(len(cut.sizes)), outputs, links))
+
+    def _stage_run(self, stage: PipelineStage, loss_fn: Callable[..., torch.Tensor] | None) -> StageRun:
+        """A stage with its ends of links."""
+        index, ranks, wiring = stage.stage_index, self._plan.placement.ranks, self._wiring
+        places = [(source, index) for source in wiring.sources(index)] + [
+            (index, destination) for destination in wiring.destinations(index)
+        ]
+        for source, destination in places:
+            place = LinkPlace(
+                source,
+                destination,
+                Edge(ranks[source], ranks[destination]),
+                wiring.between(source, destination),
+                wiring.first_message(source, destination),
+                wiring.first_gradient(source, destination),
+            )
+            inbox = self._inboxes.get(ranks[source if destination == index else destination])
+            if destination == index:
+                self._in_links[source, index] = InLink(place, self._transport, inbox, stage.meshes, stage.device)
+            else:
+                self._out_links[index, destination] = OutLink(place, self._transport, inbox, stage.meshes, stage.device)
+        return StageRun(
+            stage,
+            [self._in_links[place] for place in places if place[1] == index],
+            [self._out_links[place] for place in places if place[0] == index],
+            loss_fn,
+            has_backward=self.has_backward,
+        )
+
+    def _firsts(self, stage: int, groups: Sequence[int], *, backward: bool = False) -> frozenset[int]:
+        """Of each group the microbatch that a stage runs first, forward or backward: what it sends of that group first."""
+        key = (stage, tuple(groups), backward)
+        if key not in self._first:
+            first: dict[int, int] = {}
+            for action in self._plan.schedule.actions[self._plan.placement.ranks[stage]]:
+                for leaf in action.leaves:
+                    wanted = leaf.kind.is_backward and leaf.kind is not Kind.W if backward else leaf.kind is Kind.F
+                    if leaf.stage == stage and wanted and leaf.microbatch is not None:
+                        first.setdefault(groups[leaf.microbatch], leaf.microbatch)
+            self._first[key] = frozenset(first.values())
+        return self._first[key]
 
     def _bind(self) -> tuple[list[Action], list[tuple[Callable[[int], None], int]]]:
         """The plan's actions of this rank as calls. What a compute action takes from another rank it waits for just before."""
-        rank, ranks = self._transport.rank, self._plan.placement.ranks
+        rank = self._transport.rank
         actions: list[Action] = []
         calls: list[tuple[Callable[[int], None], int]] = []
         for action in self._plan.actions[rank]:
             stage_run, microbatch = self._runs[action.stage], action.microbatch
             assert microbatch is not None  # the kinds in METHODS have one, and others were refused
-            before, after = action.stage - 1, action.stage + 1
-            if action.kind is Kind.F and before >= 0 and ranks[before] != rank:
-                actions.append(action._replace(kind=Kind.RECV_F))
+            if action.kind is Kind.F and any(not link.is_local for link in stage_run.in_links.values()):
+                actions.append(Action(action.stage, Kind.RECV_F, microbatch))
                 calls.append((stage_run.await_f, microbatch))
-            if action.kind is Kind.B and after < len(ranks) and ranks[after] != rank:
-                actions.append(action._replace(kind=Kind.RECV_B))
+            if action.kind is Kind.B and any(not link.is_local for link in stage_run.out_links.values()):
+                actions.append(Action(action.stage, Kind.RECV_B, microbatch))
                 calls.append((stage_run.await_b, microbatch))
+            call = getattr(stage_run, METHODS[action.kind])
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                call = functools.partial(call, peer=action.peer)
             actions.append(action)
-            calls.append((getattr(stage_run, METHODS[action.kind]), microbatch))
+            calls.append((call, microbatch))
         return actions, calls
 
     def _fail_plainly(self, reason: str) -> None:

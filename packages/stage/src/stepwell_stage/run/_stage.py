@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from stepwell_mesh import GetMesh, MeshCache
 from stepwell_meta import (
     AnyMeta,
     ForwardMeta,
     InferenceMode,
     StageMeta,
-    TensorMeta,
+    extract_meta,
     extract_metas,
     needs_dynamic,
     normalize_outputs,
+    validate_static_arg_grad_correspondence,
 )
-from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import C10dTransport, Transport
+from stepwell_p2p import C10dTransport, Transport, Wire
 
+from .._compat import tree_flatten
 from ..exceptions import StageUsageError
 from ._program import EagerProgram, StageProgram
 
@@ -45,13 +47,23 @@ class PipelineStage:
         output_args: likewise of its outputs, in their structure; outputs that depend on parameters or on inputs that require grad
             require grad here too. If every stage declares inputs and outputs, nothing about values is exchanged before or
             during the first step; otherwise all learn from the first microbatch.
+        output_grads: examples of the outputs' gradients; needed besides ``output_args`` where outputs are DTensors, whose
+            gradients may be placed otherwise than themselves.
+        input_grads: likewise of the inputs' gradients.
         group: a process group of torch.distributed whose ranks are the pipeline's; shorthand for
             ``transport=C10dTransport(group)``.
+        get_mesh: finds the mesh for a :class:`stepwell_meta.MeshKey`, where DTensors come from other stages. Meshes of the
+            module's own DTensor parameters and of the examples are known without it.
         transport: what carries values to other ranks. All stages of a rank use one.
+        wires: which output goes into which input of which later stage; the same for every stage of the pipeline. By default all
+            outputs of a stage are the inputs of the next.
+        shapes: "static": inputs of one shape give outputs of one shape, which is learned once; "dynamic": the shape of an output
+            may depend on the data, so each message says its own. The same for every stage.
 
     Raises:
-        StageUsageError: the index does not fit the number of stages, the submodule is neither module nor program, or both group
-            and transport are given.
+        StageUsageError: the index does not fit the number of stages, the submodule is neither module nor program, both group
+            and transport are given, or an option has no such value.
+        PipeliningMetadataError: examples and their gradients do not go together.
     """
 
     def __init__(
@@ -62,9 +74,14 @@ class PipelineStage:
         device: torch.device | str,
         input_args: Any = None,
         output_args: Any = None,
-        *,
+        output_grads: Any = None,
+        input_grads: Any = None,
         group: Any = None,
+        get_mesh: GetMesh | None = None,
+        *,
         transport: Transport | None = None,
+        wires: Iterable[Wire] | None = None,
+        shapes: Literal["static", "dynamic"] = "static",
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise StageUsageError(
@@ -72,6 +89,8 @@ class PipelineStage:
             )
         if group is not None and transport is not None:
             raise StageUsageError("give a stage a group or a transport, not both: a group becomes C10dTransport(group)")
+        if shapes not in ("static", "dynamic"):
+            raise StageUsageError(f"shapes must be 'static' or 'dynamic', got {shapes!r}")
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device)
@@ -86,8 +105,24 @@ class PipelineStage:
             self.program = submodule
         else:
             raise StageUsageError(f"a stage runs an nn.Module or a StageProgram, got {type(submodule).__qualname__}")
-        self.declared_inputs = None if input_args is None else _declared_inputs(input_args, stage_index)
-        self.declared_outputs = None if output_args is None else forward_meta(output_args, stage_index)
+        self.wires = None if wires is None else tuple(wires)
+        self.shapes = shapes
+        self.declared_outputs = None if output_args is None else forward_meta(output_args)
+        self.declared = StageMeta(
+            None if input_args is None else _metas(input_args),
+            None if self.declared_outputs is None else self.declared_outputs.outputs,
+            None if input_grads is None else _grad_metas(input_grads),
+            None if output_grads is None else _grad_metas(output_grads),
+        )
+        kind: Literal["input", "output"]
+        for kind, values, grads in (
+            ("input", self.declared.inputs, self.declared.input_grads),
+            ("output", self.declared.outputs, self.declared.output_grads),
+        ):
+            if values is not None and grads is not None:
+                validate_static_arg_grad_correspondence(values, grads, kind=kind, stage=stage_index)
+        self.meshes = MeshCache(get_mesh)
+        self.meshes.add_tensors(self._tensors_known((input_args, output_args, input_grads, output_grads)))
 
     @property
     def is_first(self) -> bool:
@@ -101,38 +136,32 @@ class PipelineStage:
 
     def vote(self, *, has_backward: bool) -> InferenceMode:
         """Whether what was declared is enough to run this stage, or its values must be learned from the first microbatch."""
-        outputs = None if self.declared_outputs is None else self.declared_outputs.outputs
-        dynamic = needs_dynamic(StageMeta(self.declared_inputs, outputs), has_backward=has_backward)
+        if self.shapes == "dynamic":
+            return InferenceMode.DYNAMIC
+        dynamic = needs_dynamic(self.declared, has_backward=has_backward)
         return InferenceMode.DYNAMIC if dynamic else InferenceMode.STATIC
+
+    def _tensors_known(self, examples: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+        for example in examples:
+            yield from (leaf for leaf in tree_flatten(example)[0] if isinstance(leaf, torch.Tensor))
+        if isinstance(self.submodule, nn.Module):
+            yield from self.submodule.parameters()
 
     def __repr__(self) -> str:
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {type(self.submodule).__name__}, {self.device})"
 
 
-def forward_meta(value: Any, stage: int) -> ForwardMeta:
+def forward_meta(value: Any) -> ForwardMeta:
     """Metas and structure of a stage's outputs, or of an example of them."""
     outputs = normalize_outputs(value)
-    return ForwardMeta(plain(extract_metas(outputs.leaves), stage), outputs.structure)
+    return ForwardMeta(extract_metas(outputs.leaves), outputs.structure)
 
 
-def plain(metas: Sequence[AnyMeta], stage: int) -> tuple[TensorMeta, ...]:
-    """The metas, if all are of plain tensors.
-
-    Raises:
-        PipeliningMetadataError: one is of a DTensor, which does not cross between stages as it is.
-    """
-    found = []
-    for index, meta in enumerate(metas):
-        if not isinstance(meta, TensorMeta):
-            raise PipeliningMetadataError(
-                f"stage {stage}, value {index} is a DTensor, but plain tensors cross between stages: return its to_local(),"
-                " and make it a DTensor again (DTensor.from_local) in the stage that takes it",
-                stage=stage,
-            )
-        found.append(meta)
-    return tuple(found)
-
-
-def _declared_inputs(example: Any, stage: int) -> tuple[TensorMeta, ...]:
+def _metas(example: Any) -> tuple[AnyMeta, ...]:
     args = tuple(example) if isinstance(example, tuple | list) else (example,)
-    return plain(extract_metas(normalize_outputs(args).leaves), stage)
+    return tuple(extract_metas(normalize_outputs(args).leaves))
+
+
+def _grad_metas(example: Any) -> tuple[AnyMeta | None, ...]:
+    grads = example if isinstance(example, tuple | list) else (example,)
+    return tuple(None if grad is None else extract_meta(grad) for grad in grads)

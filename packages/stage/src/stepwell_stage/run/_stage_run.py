@@ -13,14 +13,13 @@ from typing import Any
 import attrs
 import torch
 
-from stepwell_meta import ForwardMeta, TensorMeta, encode, extract_metas, normalize_outputs, validate
+from stepwell_meta import ForwardMeta, extract_metas, normalize_outputs, validate
 from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import Edge, Handle, Op, OpKind, Placement, Send, Transport, send_values
 
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
-from ._inbox import Expected, Inbox
-from ._stage import PipelineStage, forward_meta, plain
+from ._link import InLink, LinkLooks, OutLink, same_look
+from ._stage import PipelineStage, forward_meta
 
 
 @attrs.define
@@ -46,237 +45,175 @@ class StepData:
     outputs: dict[int, Any] = attrs.field(factory=dict)
 
 
-@attrs.define
+@attrs.frozen
 class Known:
-    """What a stage knows of its values under one way of cutting the batch. Mutable: it is learned.
+    """What a rank knows of a step under one way of cutting the batch; its dicts fill up as it learns.
 
     Attributes:
-        groups: for each microbatch its group; microbatches of one group share their metadata.
-        inputs: what each group's inputs look like, once known.
-        outputs: likewise of its outputs.
+        groups: for each microbatch its group; microbatches of one group look the same.
+        outputs: for each stage of this rank, what each group's outputs look like, once known.
+        links: for each link of this rank's stages, what crosses it.
     """
 
     groups: Sequence[int]
-    inputs: dict[int, ForwardMeta] = attrs.field(factory=dict)
-    outputs: dict[int, ForwardMeta] = attrs.field(factory=dict)
+    outputs: Mapping[int, dict[int, ForwardMeta]]
+    links: Mapping[tuple[int, int], LinkLooks]
 
 
 class StageRun:
     """One stage under one schedule; mutable, used by one thread.
 
+    Args:
+        stage: the stage.
+        in_links: links from earlier stages, by ascending source.
+        out_links: links to later stages, by ascending destination.
+        loss_fn: the loss, on the last stage.
+        has_backward: whether the schedule has backwards.
+
     Attributes:
         data: what the step under way brings and takes.
-        previous: the stage before, where it is on this rank too.
-        following: the stage after, where it is on this rank too.
     """
 
     def __init__(
         self,
         stage: PipelineStage,
-        placement: Placement,
-        transport: Transport,
-        inboxes: Mapping[int, Inbox],
+        in_links: Sequence[InLink],
+        out_links: Sequence[OutLink],
         loss_fn: Callable[..., torch.Tensor] | None,
         *,
         has_backward: bool,
     ) -> None:
-        index, ranks = stage.stage_index, placement.ranks
         self.stage = stage
-        self.index = index
-        self.groups: Sequence[int] = ()
-        self.inputs: dict[int, ForwardMeta] = {}
-        self.outputs: dict[int, ForwardMeta] = {}
-        self._headed_in: frozenset[int] = frozenset()
-        self._headed_out: frozenset[int] = frozenset()
+        self.index = stage.stage_index
         self.program = stage.program
         self.has_backward = has_backward
+        self.in_links = {link.place.source: link for link in in_links}
+        self.out_links = {link.place.destination: link for link in out_links}
         self.data = _NO_DATA
-        self.previous: StageRun | None = None
-        self.following: StageRun | None = None
-        self._transport = transport
+        self._remote_in = [link for link in in_links if not link.is_local]
+        self._remote_out = [link for link in out_links if not link.is_local]
         self._loss_fn = loss_fn
-        self._before = None if stage.is_first else inboxes.get(ranks[index - 1])
-        self._after = None if stage.is_last else inboxes.get(ranks[index + 1])
-        # Ops never change, so each is made once.
-        here = ranks[index]
-        before = here if stage.is_first else ranks[index - 1]
-        after = here if stage.is_last else ranks[index + 1]
-        self._recv_f = _ops(OpKind.RECV_F, Edge(before, here), index - 1)
-        self._send_f = _ops(OpKind.SEND_F, Edge(here, after), index)
-        self._recv_b = _ops(OpKind.RECV_B, Edge(after, here), index + 1)
-        self._send_b = _ops(OpKind.SEND_B, Edge(here, before), index)
+        self._groups: Sequence[int] = ()
+        self._outputs: dict[int, ForwardMeta] = {}
         self._weights: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
-        # Values of microbatches under way, by number. Each is taken out by its last user.
-        self._in: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._out: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._grads_in: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._grads_out: dict[int, list[torch.Tensor]] = {}
-        self._roots: dict[int, list[torch.Tensor]] = {}
-        self._sent_f: dict[int, Handle] = {}
-        self._sent_b: dict[int, Handle] = {}
+        # Of microbatches under way: what backward starts from, by number of the output; of the last stage the loss alone.
+        self._roots: dict[int, dict[int, torch.Tensor]] = {}
 
-    def know(self, known: Known, headed_in: frozenset[int], headed_out: frozenset[int]) -> None:
-        """Take what is known of the step to come.
-
-        Args:
-            known: looks of inputs and outputs; completed as they are learned.
-            headed_in: microbatches whose inputs come behind a header, since their look is not known yet.
-            headed_out: likewise of their outputs.
-        """
-        self.groups, self.inputs, self.outputs = known.groups, known.inputs, known.outputs
-        self._headed_in, self._headed_out = headed_in, headed_out
+    def know(self, known: Known) -> None:
+        """Take what is known of the step to come."""
+        self._groups, self._outputs = known.groups, known.outputs[self.index]
 
     def clear(self) -> None:
         """Let go of every value, at the end of a step or after a failure."""
         self.data = _NO_DATA
-        for slots in (self._in, self._out, self._grads_in, self._grads_out, self._roots, self._sent_f, self._sent_b):
-            slots.clear()
+        self._roots.clear()
+        for link in (*self.in_links.values(), *self.out_links.values()):
+            link.clear()
 
     # Forward.
 
-    def recv_f(self, microbatch: int) -> None:
-        """Post the receive of the inputs."""
-        assert self._before is not None  # lowering posts receives only where another rank sends
-        learn = functools.partial(self.inputs.__setitem__, self.groups[microbatch])
-        self._before.expect(
-            Expected(
-                (True, self.index, microbatch),
-                functools.partial(self._recv_f, microbatch),
-                functools.partial(self._input_metas, microbatch),
-                learn if microbatch in self._headed_in else None,
-            )
-        )
+    def recv_f(self, microbatch: int, peer: int | None) -> None:
+        """Post the receive of the inputs from one stage, or from all on other ranks."""
+        for link in self._remote_in if peer is None else (self.in_links[peer],):
+            link.recv(microbatch)
 
     def await_f(self, microbatch: int) -> None:
         """Wait for the inputs."""
-        assert self._before is not None  # recv_f came first
-        self._in[microbatch] = self._before.take((True, self.index, microbatch))
+        for link in self._remote_in:
+            link.arrive(microbatch)
 
     def forward(self, microbatch: int) -> None:
         """Run the module, and on the last stage the loss."""
-        received: tuple[torch.Tensor, ...] = ()
-        if self.stage.is_first:
-            args = self.data.args[microbatch]
-            structure = None
-        else:
-            received = self._in.pop(microbatch)
-            meta = self.inputs[self.groups[microbatch]]
-            structure = meta.structure
-            if self.has_backward:
-                for tensor, expected in zip(received, meta.outputs, strict=True):
-                    if expected.requires_grad:
-                        tensor.requires_grad_()
-        kwargs = self.data.kwargs[microbatch]
-
-        def call(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-            if structure is None:
-                return args, kwargs
-            value = structure.rebuild(tensors)
-            return (tuple(value) if type(value) in (tuple, list) else (value,)), kwargs
-
-        value = self.program.forward(microbatch, received, call)
+        received: list[torch.Tensor] = []
+        for link in self.in_links.values():
+            received += link.take(microbatch, with_grad=self.has_backward)
+        value = self.program.forward(microbatch, received, functools.partial(self._call, microbatch))
         if self.stage.is_last:
             self._finish(microbatch, value)
             return
         outputs = normalize_outputs(value)
-        leaves = outputs.leaves
-        group = self.groups[microbatch]
-        expected_out = self.outputs.get(group)
-        if expected_out is None:
-            self.outputs[group] = self._learned(value)
+        group = self._groups[microbatch]
+        look = self._outputs.get(group)
+        if look is None:
+            look = self._outputs[group] = self._learned(value)
         else:
-            self._check(microbatch, expected_out, leaves, outputs.structure)
+            self._check(microbatch, look, outputs.leaves, outputs.structure)
         if self.has_backward:
-            metas = self.outputs[group].outputs
-            self._roots[microbatch] = [leaf for leaf, meta in zip(leaves, metas, strict=True) if meta.requires_grad]
-        if self.following is None:
-            self._out[microbatch] = leaves
-        else:
-            # The next stage may change its inputs in place, and this one may need them in its backward: a copy for each.
-            self.following.inputs.setdefault(group, self.outputs[group])
-            self.following._in[microbatch] = tuple(leaf.detach().clone() for leaf in leaves)
+            pairs = enumerate(zip(outputs.leaves, look.outputs, strict=True))
+            self._roots[microbatch] = {number: leaf for number, (leaf, meta) in pairs if meta.requires_grad}
+        for out in self.out_links.values():
+            out.give(microbatch, outputs.leaves, look)
 
     def send_f(self, microbatch: int) -> None:
-        """Post the send of the outputs."""
-        tensors = self._out.pop(microbatch)
-        ops = self._send_f(microbatch, max(1, len(tensors)))
-        if microbatch in self._headed_out:
-            payload = encode(self.outputs[self.groups[microbatch]])
-            self._sent_f[microbatch] = send_values(self._transport, ops[0], payload, [t.detach() for t in tensors])
-        elif tensors:
-            batch = [Send(op, tensor.detach()) for op, tensor in zip(ops, tensors, strict=True)]
-            self._sent_f[microbatch] = self._transport.post(batch)
+        """Post the sends of the outputs."""
+        for link in self._remote_out:
+            link.send(microbatch)
 
     def wait_f(self, microbatch: int) -> None:
         """Wait until the outputs are sent."""
-        _wait(self._sent_f, microbatch)
+        for link in self._remote_out:
+            link.wait(microbatch)
 
     # Backward.
 
-    def recv_b(self, microbatch: int) -> None:
-        """Post the receive of the outputs' gradients."""
-        assert self._after is not None  # lowering posts receives only where another rank sends
-        self._after.expect(
-            Expected(
-                (False, self.index, microbatch),
-                functools.partial(self._recv_b, microbatch),
-                functools.partial(self._grad_metas, microbatch),
-            )
-        )
+    def recv_b(self, microbatch: int, peer: int | None) -> None:
+        """Post the receive of the outputs' gradients from one stage, or from all on other ranks."""
+        for link in self._remote_out if peer is None else (self.out_links[peer],):
+            link.recv(microbatch)
 
     def await_b(self, microbatch: int) -> None:
         """Wait for the outputs' gradients."""
-        assert self._after is not None
-        self._grads_in[microbatch] = self._after.take((False, self.index, microbatch))
+        for link in self._remote_out:
+            link.arrive(microbatch)
 
     def backward(self, microbatch: int) -> None:
         """Run the whole backward and keep the inputs' gradients."""
-        roots = self._roots.pop(microbatch)
-        if self.stage.is_last:
-            grads = [self._weight(self.data.weights[microbatch], root) for root in roots]
-        else:
-            pairs = zip(roots, self._grads_in.pop(microbatch), strict=True)
-            used = [(root, grad) for root, grad in pairs if root.requires_grad]
-            roots, grads = [root for root, _ in used], [grad for _, grad in used]
-        found = self.program.backward(microbatch, Kind.B, roots, grads)
-        if self.stage.is_first:
-            return
-        metas = plain(self.inputs[self.groups[microbatch]].outputs, self.index)
-        # Both ends know from the same metas which gradients cross; one that is missing is zero.
-        mine = [
-            meta.without_grad().empty(self.stage.device).zero_() if grad is None else grad
-            for grad, meta in zip(found, metas, strict=True)
-            if meta.requires_grad
-        ]
-        if self.previous is None:
-            self._grads_out[microbatch] = mine
-        else:
-            self.previous._grads_in[microbatch] = tuple(mine)
+        roots, grads = self._start(microbatch)
+        self._end(microbatch, self.program.backward(microbatch, Kind.B, roots, grads))
 
     def send_b(self, microbatch: int) -> None:
-        """Post the send of the inputs' gradients."""
-        grads = self._grads_out.pop(microbatch)
-        if grads:
-            ops = self._send_b(microbatch, len(grads))
-            # Nobody else uses these gradients: the transport may hand over the memory itself.
-            batch = [Send(op, grad, owned=True) for op, grad in zip(ops, grads, strict=True)]
-            self._sent_b[microbatch] = self._transport.post(batch)
+        """Post the sends of the inputs' gradients."""
+        for link in self._remote_in:
+            link.send(microbatch)
 
     def wait_b(self, microbatch: int) -> None:
         """Wait until the inputs' gradients are sent."""
-        _wait(self._sent_b, microbatch)
+        for link in self._remote_in:
+            link.wait(microbatch)
 
-    def _input_metas(self, microbatch: int) -> Sequence[TensorMeta] | None:
-        meta = self.inputs.get(self.groups[microbatch])
-        return None if meta is None else [output.without_grad() for output in plain(meta.outputs, self.index)]
+    def _start(self, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """From what a backward starts: outputs that require grad, with their gradients; of the last stage the loss."""
+        roots = self._roots.pop(microbatch)
+        if self.stage.is_last:
+            return list(roots.values()), [self._weight(self.data.weights[microbatch], loss) for loss in roots.values()]
+        grads: dict[int, torch.Tensor] = {}
+        # In one process the latest user's gradient comes first, and the others are added to it in that order.
+        for link in reversed(self.out_links.values()):
+            for number, grad in link.take(microbatch):
+                grads[number] = grads[number] + grad if number in grads else grad
+        used = {number: root for number, root in roots.items() if number in grads and root.requires_grad}
+        return list(used.values()), [grads[number] for number in used]
 
-    def _grad_metas(self, microbatch: int) -> Sequence[TensorMeta] | None:
-        meta = self.outputs.get(self.groups[microbatch])
-        return (
-            None
-            if meta is None
-            else [output.without_grad() for output in plain(meta.outputs, self.index) if output.requires_grad]
-        )
+    def _end(self, microbatch: int, found: Sequence[torch.Tensor | None]) -> None:
+        """Give the gradients of the received tensors to the links that they came by."""
+        position = 0
+        for link in self.in_links.values():
+            count = len(link.looks.values[self._groups[microbatch]].outputs)
+            link.give(microbatch, found[position : position + count])
+            position += count
+
+    def _call(self, microbatch: int, received: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The module's arguments, from the received tensors; the first stage's from the caller's."""
+        kwargs = self.data.kwargs[microbatch]
+        if not self.in_links:
+            return self.data.args[microbatch], kwargs
+        first = next(iter(self.in_links.values()))
+        if first.positions is None:
+            value = first.looks.values[self._groups[microbatch]].structure.rebuild(received)
+            return (tuple(value) if type(value) in (tuple, list) else (value,)), kwargs
+        positions = [position for link in self.in_links.values() for position in link.positions or ()]
+        args = dict(zip(positions, received, strict=True))
+        return tuple(args[position] for position in range(len(args))), kwargs
 
     def _weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)
@@ -287,7 +224,7 @@ class StageRun:
     def _finish(self, microbatch: int, value: Any) -> None:
         """The last stage's outputs: the loss from them, and what the caller wants of them."""
         data = self.data
-        roots = []
+        roots = {}
         if self._loss_fn is not None and (self.has_backward or data.targets is not None):
             target = None if data.targets is None else data.targets[microbatch]
             loss = self._loss_fn(value) if target is None else self._loss_fn(value, target)
@@ -297,7 +234,7 @@ class StageRun:
             loss = loss.reshape(())
             data.losses[microbatch] = loss.detach()
             if loss.requires_grad:
-                roots.append(loss)
+                roots[0] = loss
         if self.has_backward:
             self._roots[microbatch] = roots
         if data.keep_outputs:
@@ -306,7 +243,7 @@ class StageRun:
 
     def _learned(self, value: Any) -> ForwardMeta:
         """What the outputs look like, from the first of them; what was declared of them loses."""
-        actual = forward_meta(value, self.index)
+        actual = forward_meta(value)
         declared = self.stage.declared_outputs
         if declared is not None:
             validate(
@@ -323,8 +260,7 @@ class StageRun:
     def _check(self, microbatch: int, expected: ForwardMeta, leaves: Sequence[torch.Tensor], structure: Any) -> None:
         """Refuse outputs that are not what was agreed on, before any of them is sent."""
         if structure == expected.structure and all(
-            leaf.shape == meta.shape
-            and leaf.dtype == meta.dtype
+            same_look(leaf, meta)
             # An output that needs no gradient where one is expected is fine: that gradient is not used.
             and not (self.has_backward and leaf.requires_grad and not meta.requires_grad)
             for leaf, meta in zip(leaves, expected.outputs, strict=True)
@@ -333,7 +269,8 @@ class StageRun:
         if structure != expected.structure and len(leaves) == len(expected.outputs):
             raise PipeliningMetadataError(
                 f"stage {self.index}, microbatch {microbatch}: the outputs' structure was agreed to be {expected.structure},"
-                f" but is {structure}; a stage returns the same structure for every microbatch",
+                f" but is {structure}; return the same structure for every microbatch, or build the stages with"
+                ' shapes="dynamic"',
                 stage=self.index,
             )
         validate(
@@ -342,28 +279,9 @@ class StageRun:
             what="output",
             stage=self.index,
             ignore=() if self.has_backward else ("requires_grad",),
-            hint=f"This came in microbatch {microbatch}. A stage's outputs depend on its inputs' shapes only: return the same for"
-            " inputs of the same shape.",
+            hint=f"This came in microbatch {microbatch}. Inputs of one shape give outputs of one shape: if these depend on the"
+            ' data, build the stages with shapes="dynamic".',
         )
-
-
-def _ops(kind: OpKind, edge: Edge, stage: int) -> Callable[[int, int], Sequence[Op]]:
-    """Ops of one kind by microbatch and number of tensors; made once each."""
-    made: dict[tuple[int, int], tuple[Op, ...]] = {}
-
-    def ops(microbatch: int, count: int) -> tuple[Op, ...]:
-        found = made.get((microbatch, count))
-        if found is None:
-            found = made[microbatch, count] = tuple(Op(kind, edge, stage, microbatch, i) for i in range(count))
-        return found
-
-    return ops
-
-
-def _wait(handles: dict[int, Handle], microbatch: int) -> None:
-    handle = handles.pop(microbatch, None)
-    if handle is not None:  # nothing was sent where nothing needs a gradient
-        handle.wait()
 
 
 _NO_DATA = StepData((), (), None, (), False)
