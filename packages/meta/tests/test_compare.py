@@ -218,6 +218,15 @@ def test_gradients_that_cannot_be_of_their_values(args: object, grads: object, w
     assert len(caught.value.differences) == 1
 
 
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(MetadataError, match=r"^stage 1: output 1: expected a tensor, got NoneType"):
+        validate_static_arg_grad_correspondence((PLAIN, None), (GRAD, None), stage=1, kind="output")  # type: ignore[arg-type]
+    with pytest.raises(MetadataError, match=r"^stage 1: output gradient 0: expected a tensor, got float"):
+        validate_static_arg_grad_correspondence((PLAIN,), (0.0,), stage=1, kind="output")  # type: ignore[arg-type]
+    with pytest.raises(MetadataError, match=r"^expected a tensor, got int"):
+        diff(PLAIN, 3)  # type: ignore[arg-type]
+
+
 def test_every_breach_is_listed_and_counts_more_than_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

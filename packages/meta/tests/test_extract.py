@@ -32,6 +32,7 @@ def test_the_metas_of_tensors() -> None:
     assert extract_metas([torch.zeros(2, 3), torch.zeros(2, 3)]) == (PLAIN, PLAIN)
     assert extract_metas((torch.zeros(2, 3), None), allow_none=True) == (PLAIN, None)
     assert extract_metas(()) == ()
+    assert extract_metas([PLAIN, torch.zeros(2, 3)]) == (PLAIN, PLAIN)
 
 
 def test_what_has_no_meta_is_named_with_its_place() -> None:

@@ -74,7 +74,7 @@ def test_expanded_over_batch_becomes_contiguous() -> None:
     assert TensorMeta((2, 7, 5), (5, 0, 1), torch.float32).as_dense().stride == (35, 5, 1)
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=80)
 @given(
     sizes=st.lists(st.integers(0, 4), max_size=4),
     steps=st.lists(st.integers(1, 2), min_size=4, max_size=4),

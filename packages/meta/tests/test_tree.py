@@ -410,7 +410,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.recursive(st.one_of(SCALARS, st.sampled_from([H, MASK, AUX])), containers, max_leaves=12))
 def test_any_structure_survives_flattening_and_bytes(value: Any) -> None:
     outputs = normalize_outputs(value)

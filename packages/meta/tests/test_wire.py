@@ -177,7 +177,7 @@ RECORDS = st.one_of(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=80)
 @given(st.recursive(st.one_of(SCALARS, RECORDS), lambda inner: st.lists(inner, max_size=4).map(tuple), max_leaves=8))
 def test_any_metadata_comes_back(value: Any) -> None:
     assert decode(encode(value)) == value

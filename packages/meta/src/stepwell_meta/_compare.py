@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from ._dtensor import DTensorMeta
-from ._extract import extract_meta
+from ._extract import extract_meta, extract_metas
 from ._stage import AnyMeta
 from ._tensor import TensorMeta
 from .exceptions import MetadataError, MetadataWarning, PipeliningMetadataError
@@ -94,8 +94,8 @@ def diff(
     unknown = [field for field in ignore if field not in _DTENSOR_FIELDS]
     if unknown:
         raise MetadataError(f"cannot ignore {unknown}: the fields of a meta are {list(_DTENSOR_FIELDS)}")
-    left = extract_meta(expected) if isinstance(expected, torch.Tensor) else expected
-    right = extract_meta(actual) if isinstance(actual, torch.Tensor) else actual
+    left = None if expected is None else extract_meta(expected)
+    right = None if actual is None else extract_meta(actual)
     if left == right:
         return ()
     if left is None or right is None:
@@ -189,9 +189,10 @@ def validate_static_arg_grad_correspondence(
 
     Raises:
         PipeliningMetadataError: A rule is broken; the message lists every breach.
+        UnsupportedValueError: An entry is no tensor; see `extract_metas`.
     """
-    values = [extract_meta(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    given = [extract_meta(grad) if isinstance(grad, torch.Tensor) else grad for grad in grads]
+    values = extract_metas(args, what=f"stage {stage}: {kind}")
+    given = extract_metas(grads, allow_none=True, what=f"stage {stage}: {kind} gradient")
     breaches: list[Difference] = []
     missing = []
     if len(values) != len(given):

@@ -17,8 +17,8 @@ from .exceptions import MetadataError, UnsupportedValueError
 __all__ = ["derive_grad_metas", "extract_meta", "extract_metas", "to_local_if_dtensor"]
 
 
-def extract_meta(tensor: torch.Tensor) -> AnyMeta:
-    """The meta of a plain tensor or DTensor.
+def extract_meta(tensor: torch.Tensor | AnyMeta) -> AnyMeta:
+    """The meta of a plain tensor or DTensor; a meta stays as it is.
 
     Raises:
         UnsupportedValueError: ``tensor`` is neither; see `TensorMeta.from_tensor`.
@@ -27,6 +27,8 @@ def extract_meta(tensor: torch.Tensor) -> AnyMeta:
         >>> extract_meta(torch.zeros(2)).shape
         (2,)
     """
+    if isinstance(tensor, TensorMeta | DTensorMeta):
+        return tensor
     if isinstance(tensor, DTensor):
         return DTensorMeta.from_dtensor(tensor)
     return TensorMeta.from_tensor(tensor)
@@ -34,23 +36,23 @@ def extract_meta(tensor: torch.Tensor) -> AnyMeta:
 
 @overload
 def extract_metas(
-    tensors: Iterable[torch.Tensor], *, allow_none: Literal[False] = ..., what: str = ...
+    tensors: Iterable[torch.Tensor | AnyMeta], *, allow_none: Literal[False] = ..., what: str = ...
 ) -> tuple[AnyMeta, ...]: ...
 
 
 @overload
 def extract_metas(
-    tensors: Iterable[torch.Tensor | None], *, allow_none: Literal[True], what: str = ...
+    tensors: Iterable[torch.Tensor | AnyMeta | None], *, allow_none: Literal[True], what: str = ...
 ) -> tuple[AnyMeta | None, ...]: ...
 
 
 def extract_metas(
-    tensors: Iterable[torch.Tensor | None], *, allow_none: bool = False, what: str = "value"
+    tensors: Iterable[torch.Tensor | AnyMeta | None], *, allow_none: bool = False, what: str = "value"
 ) -> tuple[AnyMeta | None, ...]:
     """The meta of each tensor.
 
     Args:
-        tensors: Plain tensors and DTensors.
+        tensors: Plain tensors and DTensors, or metas, which stay as they are.
         allow_none: Whether None stays None, as for gradients, or is an error.
         what: What the tensors are, for messages, such as "stage 2: output".
 

@@ -17,7 +17,7 @@ MAX_DIMS = 64
 MAX_BYTES = 2**63 - 1
 
 # torch allocates these only through a quantizer, so a shape, strides and a dtype do not make one.
-_QUANTIZED = frozenset({torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4})
+_QUANTIZED = frozenset(getattr(torch, name, None) for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4"))
 
 
 def type_name(value: object) -> str:
