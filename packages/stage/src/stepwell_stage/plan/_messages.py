@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import attrs
 
-from stepwell_p2p._channels import ChannelPolicy
-from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._placement import Edge, Placement
 
 from ._action import Action, Kind
@@ -88,31 +86,22 @@ class Messages:
 
     def edge(self, message: int) -> Edge:
         """From which rank to which it travels."""
-        source, destination, _ = self._ends(message)
+        source, destination = self.ends(message)
         return Edge(self.placement.ranks[source], self.placement.ranks[destination])
-
-    def channels(self, policy: ChannelPolicy) -> list[str]:
-        """The channel of each link's values, then of each link's gradients."""
-        ends = (self._ends(number * self.num_microbatches) for number in range(2 * len(self.links)))
-        ranks = self.placement.ranks
-        return [
-            policy.channel_of(
-                Op(OpKind.SEND_F if forward else OpKind.SEND_B, Edge(ranks[source], ranks[destination]), source, 0)
-            )
-            for source, destination, forward in ends
-        ]
 
     def describe(self, message: int) -> str:
         """The message in words."""
-        source, destination, forward = self._ends(message)
-        what = "value" if forward else "gradient"
+        source, destination = self.ends(message)
+        what = "value" if source < destination else "gradient"
         return f"the {what} of microbatch {message % self.num_microbatches} from stage {source} to stage {destination}"
 
-    def _ends(self, message: int) -> tuple[int, int, bool]:
+    def ends(self, message: int) -> tuple[int, int]:
+        """From which stage to which it travels: gradients to an earlier one."""
         number = message // self.num_microbatches
-        forward = number < len(self.links)
-        source, destination = self.links[number if forward else number - len(self.links)]
-        return (source, destination, True) if forward else (destination, source, False)
+        if number < len(self.links):
+            return self.links[number]
+        source, destination = self.links[number - len(self.links)]
+        return destination, source
 
 
 _WAITED = {Kind.WAIT_F: Kind.SEND_F, Kind.WAIT_B: Kind.SEND_B}

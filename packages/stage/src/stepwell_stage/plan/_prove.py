@@ -1,39 +1,28 @@
 """Proof that a plan can be carried out, before anything runs.
 
-Every rank walks through its actions; RECV and SEND post and go on, the compute action that takes a received value waits for it,
-a WAIT waits for its send. The walk needs no clock: an action that does not wait is taken, and what a wait waits for stays true
-once it is true. So the walk ends in the same state whatever the speed of ranks and network: either every plan runs to its end,
-or the same ranks stand still in the same actions. What it finds once holds always.
+Two things are to be shown. On each rank, every action comes after what it needs from that rank. Between ranks, what is waited for
+comes: a RECV or SEND posts and goes on, the compute action that takes a received value waits for its RECV, a WAIT waits for its
+SEND; :func:`stepwell_p2p.prove_order` shows that these waits end, with the right data, under the rules of the transport.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NoReturn
 
 import attrs
 
 from stepwell_p2p._channels import ChannelPolicy
-from stepwell_p2p.exceptions import DeadlockError
+from stepwell_p2p._op import Op, OpKind
+from stepwell_p2p._order import prove_order
+from stepwell_p2p._placement import Edge
+from stepwell_p2p._step import Post, Step, Wait, Work
+from stepwell_p2p._transport import Rules
 
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
-from ._lanes import Lanes
 from ._lower import Plan
 from ._messages import Messages
-
-
-class OrderRules(Protocol):
-    """What a transport promises about order; :class:`stepwell_p2p.Rules` is one."""
-
-    @property
-    def tagged(self) -> bool:
-        """Whether messages are matched by what they are, in any order; else each channel is first in, first out."""
-        ...
-
-    @property
-    def rendezvous(self) -> bool:
-        """Whether a send is done only once its receive is posted; else it is done when posted."""
-        ...
 
 
 @attrs.frozen
@@ -55,7 +44,7 @@ class PlanProof:
     num_messages: tuple[int, ...]
 
 
-def prove(plan: Plan, rules: OrderRules, *, channels: ChannelPolicy | str = ChannelPolicy.PER_EDGE) -> PlanProof:
+def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPolicy.PER_EDGE) -> PlanProof:
     """Prove that a plan runs to its end and every value reaches the action that takes it. Linear in the number of actions.
 
     Args:
@@ -68,26 +57,20 @@ def prove(plan: Plan, rules: OrderRules, *, channels: ChannelPolicy | str = Chan
 
     Raises:
         ScheduleError: an action comes before what it needs on its own rank, is missing or there twice.
-        DeadlockError: the two ends of a channel disagree on an order, so that data would be mixed up; or ranks wait for one
-            another in a circle. The message names each rank, the action in which it waits, and for what.
+        DeadlockError: a message has one end only, or the two ends of a channel disagree on an order, so that data would be mixed
+            up, or ranks wait for one another in a circle. Names each rank, the action in which it waits, and for what.
     """
-    _check_compute(plan)
-    walk = _Walk(plan, rules, ChannelPolicy.of(channels))
-    walk.run()
-    return walk.proof()
-
-
-def _check_compute(plan: Plan) -> None:
-    """The plan computes what its schedule says, in that order."""
-    for rank, (row, expected) in enumerate(zip(plan.actions, plan.schedule.actions, strict=True)):
-        compute = tuple(action for action in row if action.kind.is_compute)
-        if compute != expected:
-            at = next((i for i, pair in enumerate(zip(compute, expected, strict=False)) if pair[0] != pair[1]), None)
-            at = min(len(compute), len(expected)) if at is None else at
-            got, want = (str(actions[at]) if at < len(actions) else "nothing" for actions in (compute, expected))
-            raise ScheduleError(
-                f"{plan.schedule.name}: compute action {at} of rank {rank} is {got} in the plan but {want} in its schedule"
-            )
+    facts = _Facts(plan)
+    ranks = [_Rank(facts, rank) for rank in range(len(plan.actions))]
+    if len(ranks) > 1:
+        prove_order([rank.steps for rank in ranks], channels, rules)
+    return PlanProof(
+        tuple(rank.peak_activations for rank in ranks),
+        tuple(rank.peak_receives for rank in ranks),
+        tuple(rank.peak_sends for rank in ranks),
+        tuple(rank.peak_unsharded for rank in ranks),
+        tuple(rank.num_messages for rank in ranks),
+    )
 
 
 # Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.
@@ -96,258 +79,198 @@ SEND_F, SEND_B, RECV_F, RECV_B = Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.REC
 WAIT_F, WAIT_B = Kind.WAIT_F, Kind.WAIT_B
 
 
-class _Walk:
-    """The walk; holds what is true so far."""
+class _Facts:
+    """What all ranks share: the numbering of messages, and tables by stage and microbatch or by message."""
 
-    def __init__(self, plan: Plan, rules: OrderRules, policy: ChannelPolicy) -> None:
-        self.rows = plan.actions
-        self.name = plan.schedule.name
-        self.m = plan.num_microbatches
-        self.messages = Messages.of(plan.placement, plan.links, plan.num_microbatches)
-        self.lanes = Lanes(self.messages, tagged=rules.tagged, rendezvous=rules.rendezvous, policy=policy)
-        size = plan.placement.num_stages * self.m
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.count = plan.num_microbatches
+        self.messages = Messages.of(plan.placement, plan.links, self.count)
+        size = plan.placement.num_stages * self.count
         self.forward_done, self.backward_done, self.split = bytearray(size), bytearray(size), bytearray(size)
-        ranks = range(len(self.rows))
-        self.position = [0 for _ in ranks]
-        self.blocked: list[int | None] = [None for _ in ranks]  # the message that a rank waits for
-        self.held, self.receives, self.sends = ([0 for _ in ranks] for _ in range(3))
-        self.peaks = [[0 for _ in ranks] for _ in range(4)]
-        self.sent = [0 for _ in ranks]
-        self.unsharded: list[set[int]] = [set() for _ in ranks]
-        self.gathers = {a.stage for row in self.rows for a in row if a.kind is Kind.UNSHARD}
-        self.left = [0] * plan.placement.num_stages  # backwards still to come, for REDUCE_GRAD
-        for row in self.rows:
-            for action in row:
-                for leaf in action.parts or (action,):
-                    if leaf.kind is B or leaf.kind is W:
-                        self.left[leaf.stage] += 1
+        # By message: the step that posts its send or its receive, -1 for not yet.
+        self.send_step, self.recv_step = [-1] * len(self.messages), [-1] * len(self.messages)
         self.waited = bytearray(len(self.messages))
 
-    def run(self) -> None:
-        """Take every action that can be taken."""
-        waiters: dict[int, list[int]] = {}
-        ready = list(range(len(self.rows)))[::-1]
-        while ready:
-            rank = ready.pop()
-            row, at = self.rows[rank], self.position[rank]
-            while at < len(row):
-                missing = self._take(rank, row[at])
-                if missing is not None:
-                    self.blocked[rank] = missing
-                    waiters.setdefault(missing, []).append(rank)
-                    break
-                at += 1
-                if self.lanes.finished:
-                    for message in self.lanes.finished:
-                        ready.extend(waiters.pop(message, ()))
-                    self.lanes.finished.clear()
-            else:
-                self.blocked[rank] = None
-            self.position[rank] = at
-        if any(position < len(row) for position, row in zip(self.position, self.rows, strict=True)):
-            self._refuse_standstill()
-        self._check_ends()
+    def op(self, message: int, kind: Kind) -> Op:
+        """One end of a message. The index tells apart those from one stage to several of one rank."""
+        source, destination = self.messages.ends(message)
+        ranks = self.plan.placement.ranks
+        edge = Edge(ranks[source], ranks[destination])
+        return Op(OpKind(kind.value), edge, source, message % self.count, destination)
 
-    def proof(self) -> PlanProof:
-        """The bounds that the walk has seen."""
-        activations, receives, sends, unsharded = (tuple(peak) for peak in self.peaks)
-        return PlanProof(activations, receives, sends, unsharded, tuple(self.sent))
 
-    def _take(self, rank: int, action: Action) -> int | None:
-        """Do an action, or return the message that it has to wait for."""
+class _Rank:
+    """One rank's actions, gone through in order. Notes peaks, and what is posted and waited for."""
+
+    def __init__(self, facts: _Facts, rank: int) -> None:
+        self.facts = facts
+        self.rank = rank
+        self.row = facts.plan.actions[rank]
+        self.messages = facts.messages
+        self.steps: list[Step] = []
+        self.held = self.receives = self.sends = 0
+        self.peak_activations = self.peak_receives = self.peak_sends = self.peak_unsharded = 0
+        self.num_messages = 0
+        self.unsharded: set[int] = set()
+        self.gathers = {action.stage for action in self.row if action.kind is Kind.UNSHARD}
+        self.left: dict[int, int] = {}  # backwards of each stage still to come
+        for leaf in self._leaves():
+            if leaf.kind is B or leaf.kind is W:
+                self.left[leaf.stage] = self.left.get(leaf.stage, 0) + 1
+        self._check_compute()
+        self.at = 0
+        for action in self.row:
+            self._take(action)
+            self.at += 1
+
+    def _leaves(self) -> Iterator[Action]:
+        for action in self.row:
+            yield from action.parts or (action,)
+
+    def _check_compute(self) -> None:
+        """The plan computes what its schedule says, in that order."""
+        compute = tuple(action for action in self.row if action.kind.is_compute)
+        expected = self.facts.plan.schedule.actions[self.rank]
+        if compute != expected:
+            at = next((i for i, (a, b) in enumerate(zip(compute, expected, strict=False)) if a != b), None)
+            at = min(len(compute), len(expected)) if at is None else at
+            got, want = (str(actions[at]) if at < len(actions) else "nothing" for actions in (compute, expected))
+            name = self.facts.plan.schedule.name
+            raise ScheduleError(
+                f"{name}: compute action {at} of rank {self.rank} is {got} in the plan but {want} in its schedule"
+            )
+
+    def _take(self, action: Action) -> None:
         kind = action.kind
-        if kind is F or kind is B or kind is I or kind is W:
-            missing = self._missing(rank, action)
-            if missing is None:
-                self._compute(rank, action)
-            return missing
-        if kind is Kind.OVERLAP:
-            for leaf in action.parts:
-                missing = self._missing(rank, leaf)
-                if missing is not None:
-                    return missing
-            for leaf in action.parts:
-                self._compute(rank, leaf)
-            return None
         if kind is RECV_F or kind is RECV_B:
-            self._receive(rank, action)
+            self._receive(action)
         elif kind is SEND_F or kind is SEND_B:
-            self._send(rank, action)
+            self._send(action)
         elif kind is WAIT_F or kind is WAIT_B:
-            return self._wait(rank, action)
+            self._wait(action)
+        elif kind is Kind.UNSHARD or kind is Kind.RESHARD or kind is Kind.REDUCE_GRAD:
+            self._data_parallel(action)
         else:
-            self._data_parallel(rank, action)
-        return None
+            for leaf in action.parts or (action,):
+                self._check_needs(leaf, action)
+            self.steps.append(Work(str(action)))
+            for leaf in action.parts or (action,):
+                self._compute(leaf)
 
-    def _missing(self, rank: int, action: Action) -> int | None:
-        """The message that a compute action has to wait for, after checking what must come before it on its own rank."""
-        stage, kind, microbatch = action.stage, action.kind, action.microbatch or 0
-        at = stage * self.m + microbatch
-        if stage in self.gathers and stage not in self.unsharded[rank]:
-            raise self._error(rank, action, f"{stage}UNSHARD must come before it, and {stage}RESHARD after it")
+    def _check_needs(self, leaf: Action, action: Action) -> None:
+        """What a compute action needs stands before it; what it takes from other ranks it waits for."""
+        facts, stage, kind, microbatch = self.facts, leaf.stage, leaf.kind, leaf.microbatch or 0
+        at = stage * facts.count + microbatch
+        if stage in self.gathers and stage not in self.unsharded:
+            self._refuse(action, f"{stage}UNSHARD must come before it, and {stage}RESHARD after it")
         if kind is W:
-            if not self.split[at]:
-                raise self._error(rank, action, f"{stage}I{microbatch} must come before it")
-            return None
+            if not facts.split[at]:
+                self._refuse(action, f"{stage}I{microbatch} must come before it")
+            return
         if kind is F:
-            if self.forward_done[at]:
-                raise self._error(rank, action, "it is there twice")
-            ports = self.messages.ports[RECV_F][stage]
-            for source in self.messages.local_sources[stage]:
-                if not self.forward_done[source * self.m + microbatch]:
-                    raise self._error(
-                        rank, action, f"{source}F{microbatch}, whose output it takes, must come before it"
-                    )
+            neighbours, done, ports = self.messages.local_sources, facts.forward_done, self.messages.ports[RECV_F]
         else:
-            if not self.forward_done[at]:
-                raise self._error(rank, action, f"{stage}F{microbatch} must come before it")
-            if self.backward_done[at]:
-                raise self._error(
-                    rank, action, f"the backward of stage {stage}, microbatch {microbatch} is there twice"
+            neighbours, done, ports = self.messages.local_destinations, facts.backward_done, self.messages.ports[RECV_B]
+            if not facts.forward_done[at]:
+                self._refuse(action, f"{stage}F{microbatch} must come before it")
+        for other in neighbours[stage]:
+            if not done[other * facts.count + microbatch]:
+                what = "the forward" if kind is F else "the backward"
+                self._refuse(action, f"{what} of stage {other}, whose result it takes, must come before it")
+        for port in ports[stage]:
+            step = facts.recv_step[port.base + microbatch]
+            if step < 0:
+                self._refuse(
+                    action, f"the RECV of {self.messages.describe(port.base + microbatch)} must come before it"
                 )
-            ports = self.messages.ports[RECV_B][stage]
-            for destination in self.messages.local_destinations[stage]:
-                if not self.backward_done[destination * self.m + microbatch]:
-                    raise self._error(
-                        rank,
-                        action,
-                        f"the backward of stage {destination}, whose gradient it takes, must come before it",
-                    )
-        for port in ports:
-            message = port.base + microbatch
-            if not self.lanes.recv_posted[message]:
-                raise self._error(rank, action, f"the RECV of {self.messages.describe(message)} must come before it")
-            if not self.lanes.recv_done[message]:
-                return message
-        return None
+            self.steps.append(Wait(step, str(action)))
 
-    def _compute(self, rank: int, action: Action) -> None:
-        stage, kind = action.stage, action.kind
-        at = stage * self.m + (action.microbatch or 0)
+    def _compute(self, leaf: Action) -> None:
+        stage, kind = leaf.stage, leaf.kind
+        at = stage * self.facts.count + (leaf.microbatch or 0)
         if kind is F:
-            self.forward_done[at] = 1
-            self.held[rank] += 1
-            self.peaks[0][rank] = max(self.peaks[0][rank], self.held[rank])
-            self.receives[rank] -= len(self.messages.ports[RECV_F][stage])
+            self.facts.forward_done[at] = 1
+            self.held += 1
+            self.peak_activations = max(self.peak_activations, self.held)
+            self.receives -= len(self.messages.ports[RECV_F][stage])
             return
         if kind is W:
-            self.split[at] = 0
+            self.facts.split[at] = 0
         else:
-            self.backward_done[at] = 1
-            self.receives[rank] -= len(self.messages.ports[RECV_B][stage])
+            self.facts.backward_done[at] = 1
+            self.receives -= len(self.messages.ports[RECV_B][stage])
             if kind is I:
-                self.split[at] = 1
+                self.facts.split[at] = 1
                 return
-        self.held[rank] -= 1
+        self.held -= 1
         self.left[stage] -= 1
 
-    def _receive(self, rank: int, action: Action) -> None:
-        numbers = self.messages.of_action(action)
-        self._check_numbers(rank, action, numbers)
+    def _receive(self, action: Action) -> None:
+        numbers = self._numbers(action)
         for message in numbers:
-            if self.lanes.recv_posted[message]:
-                raise self._error(rank, action, f"{self.messages.describe(message)} is received twice")
-        self.receives[rank] += len(numbers)
-        self.peaks[1][rank] = max(self.peaks[1][rank], self.receives[rank])
-        self.lanes.post(rank, numbers, is_send=False)
+            if self.facts.recv_step[message] >= 0:
+                self._refuse(action, f"{self.messages.describe(message)} is received twice")
+            self.facts.recv_step[message] = len(self.steps)
+        self.steps.append(Post([self.facts.op(message, action.kind) for message in numbers], str(action)))
+        self.receives += len(numbers)
+        self.peak_receives = max(self.peak_receives, self.receives)
 
-    def _send(self, rank: int, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch or 0
-        numbers = self.messages.of_action(action)
-        self._check_numbers(rank, action, numbers)
-        done = self.forward_done if action.kind is SEND_F else self.backward_done
-        if not done[stage * self.m + microbatch]:
-            made_by = f"{stage}F{microbatch}" if action.kind is SEND_F else f"the backward of stage {stage}"
-            raise self._error(rank, action, f"{made_by}, which makes what it sends, must come before it")
+    def _send(self, action: Action) -> None:
+        facts, stage, microbatch = self.facts, action.stage, action.microbatch or 0
+        numbers = self._numbers(action)
+        done = facts.forward_done if action.kind is SEND_F else facts.backward_done
+        if not done[stage * facts.count + microbatch]:
+            what = "forward" if action.kind is SEND_F else "backward"
+            self._refuse(action, f"the {what} of stage {stage}, microbatch {microbatch} must come before it")
         for message in numbers:
-            if self.lanes.send_posted[message]:
-                raise self._error(rank, action, f"{self.messages.describe(message)} is sent twice")
-        self.sends[rank] += len(numbers)
-        self.sent[rank] += len(numbers)
-        self.peaks[2][rank] = max(self.peaks[2][rank], self.sends[rank])
-        self.lanes.post(rank, numbers, is_send=True)
+            if facts.send_step[message] >= 0:
+                self._refuse(action, f"{self.messages.describe(message)} is sent twice")
+            facts.send_step[message] = len(self.steps)
+        self.steps.append(Post([facts.op(message, action.kind) for message in numbers], str(action)))
+        self.sends += len(numbers)
+        self.num_messages += len(numbers)
+        self.peak_sends = max(self.peak_sends, self.sends)
 
-    def _wait(self, rank: int, action: Action) -> int | None:
-        numbers = self.messages.of_action(action)
-        self._check_numbers(rank, action, numbers)
+    def _wait(self, action: Action) -> None:
+        numbers = self._numbers(action)
         for message in numbers:
-            if not self.lanes.send_posted[message]:
-                raise self._error(rank, action, f"the SEND of {self.messages.describe(message)} must come before it")
-            if self.waited[message]:
-                raise self._error(rank, action, f"{self.messages.describe(message)} is waited for twice")
-            if not self.lanes.send_done[message]:
-                return message
-        for message in numbers:
-            self.waited[message] = 1
-        self.sends[rank] -= len(numbers)
-        return None
+            if self.facts.send_step[message] < 0:
+                self._refuse(action, f"the SEND of {self.messages.describe(message)} must come before it")
+            if self.facts.waited[message]:
+                self._refuse(action, f"{self.messages.describe(message)} is waited for twice")
+            self.facts.waited[message] = 1
+        self.steps.append(Wait(self.facts.send_step[numbers[0]], str(action)))
+        self.sends -= len(numbers)
 
-    def _data_parallel(self, rank: int, action: Action) -> None:
-        unsharded, stage = self.unsharded[rank], action.stage
+    def _data_parallel(self, action: Action) -> None:
+        stage = action.stage
+        if self.facts.plan.placement.ranks[stage : stage + 1] != (self.rank,):
+            self._refuse(action, f"that rank holds stages {self.facts.plan.placement.stages_of(self.rank)}")
         if action.kind is Kind.UNSHARD:
-            if stage in unsharded:
-                raise self._error(rank, action, f"stage {stage} is gathered already")
-            unsharded.add(stage)
-            self.peaks[3][rank] = max(self.peaks[3][rank], len(unsharded))
+            if stage in self.unsharded:
+                self._refuse(action, f"stage {stage} is gathered already")
+            self.unsharded.add(stage)
+            self.peak_unsharded = max(self.peak_unsharded, len(self.unsharded))
         elif action.kind is Kind.RESHARD:
-            if stage not in unsharded:
-                raise self._error(rank, action, f"stage {stage} is not gathered")
-            unsharded.remove(stage)
-        elif self.left[stage]:
-            raise self._error(rank, action, f"{self.left[stage]} backwards of stage {stage} come after it")
+            if stage not in self.unsharded:
+                self._refuse(action, f"stage {stage} is not gathered")
+            self.unsharded.remove(stage)
+        elif self.left.get(stage):
+            self._refuse(action, f"{self.left[stage]} backwards of stage {stage} come after it")
 
-    def _check_numbers(self, rank: int, action: Action, numbers: tuple[int, ...]) -> None:
+    def _numbers(self, action: Action) -> tuple[int, ...]:
+        placement, stage, microbatch = self.facts.plan.placement, action.stage, action.microbatch
+        if placement.ranks[stage : stage + 1] != (self.rank,):
+            self._refuse(action, f"that rank holds stages {placement.stages_of(self.rank)}")
+        if microbatch is None or microbatch >= self.facts.count:
+            self._refuse(action, f"there are microbatches 0 to {self.facts.count - 1}")
+        numbers = self.messages.of_action(action)
         if not numbers:
-            raise self._error(rank, action, "no other rank is at the other end of it")
+            self._refuse(action, "no other rank is at the other end of it")
+        return numbers
 
-    def _error(self, rank: int, action: Action, why: str) -> ScheduleError:
-        return ScheduleError(f"{self.name}: {action} on rank {rank} (action {self.position_of(rank, action)}): {why}")
-
-    def position_of(self, rank: int, action: Action) -> int:
-        """Where the action stands in its rank's list."""
-        row = self.rows[rank]
-        return next((i for i, a in enumerate(row) if a is action or action in a.parts), len(row))
-
-    def _check_ends(self) -> None:
-        """Nothing is left out or posted at one end only, and the two ends of every channel agree on the order."""
-        lanes = self.lanes
-        if lanes.send_posted != lanes.recv_posted:
-            for message in range(len(self.messages)):
-                if lanes.send_posted[message] != lanes.recv_posted[message]:
-                    there, missing = ("sent", "received") if lanes.send_posted[message] else ("received", "sent")
-                    raise ScheduleError(
-                        f"{self.name}: {self.messages.describe(message)} is {there} but never {missing}"
-                    )
-        lanes.check_order(self.name)
-
-    def _refuse_standstill(self) -> None:
-        """Say who waits for whom."""
-        self.lanes.check_order(self.name)  # crossed orders explain more than the standstill that follows from them
-        waiting: dict[int, int] = {
-            rank: message
-            for rank, message in enumerate(self.blocked)
-            if message is not None and self.position[rank] < len(self.rows[rank])
-        }
-        rank = min(waiting)
-        story: list[str] = []
-        seen: dict[int, int] = {}
-        while rank in waiting and rank not in seen:
-            seen[rank] = len(story)
-            why, rank = self._why(rank, waiting[rank])
-            story.append(why)
-        if rank in waiting:  # a circle; leave out what only leads to it
-            raise DeadlockError(f"{self.name} would never end: {'; '.join(story[seen[rank] :])}")
-        raise ScheduleError(f"{self.name}: {story[-1]}, but rank {rank} reaches its end without doing so")
-
-    def _why(self, rank: int, message: int) -> tuple[str, int]:
-        """Why a rank waits, in words, and the rank that it waits for."""
-        action = self.rows[rank][self.position[rank]]
-        why = f"rank {rank} waits in {action} for {self.messages.describe(message)}"
-        behind, culprit = self.lanes.culprit(rank, message)
-        if behind:
-            why += f", {behind}"
-        edge = self.messages.edge(message)
-        if not behind:
-            verb = "send it" if culprit == edge.source else "post its receive"
-            why += f", and rank {culprit} has yet to {verb}"
-        return why, culprit
+    def _refuse(self, action: Action, why: str) -> NoReturn:
+        raise ScheduleError(
+            f"{self.facts.plan.schedule.name}: {action} on rank {self.rank} (action {self.at} of its plan): {why}"
+        )

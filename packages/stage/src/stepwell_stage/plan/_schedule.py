@@ -188,12 +188,11 @@ class _InTime:
         self.free[rank], self.position[rank] = slot, at
 
     def name(self, fact: int) -> str:
-        """A fact in text form; B stands for I too where it is not known."""
+        """A fact in text form."""
         block, at = divmod(fact, self.size)
         stage, microbatch = divmod(at, self.count)
-        kinds = {leaf.kind for row in self.rows for action in row for leaf in action.leaves if leaf.stage == stage}
-        letter = "F" if block == 0 else "I" if I in kinds and B not in kinds else "B"
-        return f"{stage}{letter}{microbatch}"
+        split = any(Action(stage, I, microbatch) in action.leaves for row in self.rows for action in row)
+        return f"{stage}{'F' if block == 0 else 'I' if split else 'B'}{microbatch}"
 
 
 _BLOCK = {F: 0, B: 1, I: 1, W: 2}

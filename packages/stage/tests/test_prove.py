@@ -1,0 +1,214 @@
+"""What is proved of a plan, and what is said of plans that cannot be carried out."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepwell_meta import TensorMeta
+from stepwell_p2p import ChannelPolicy, Edge, LoopbackFabric, Op, OpKind, Recv, Rules, Send, Transport
+from stepwell_p2p.exceptions import DeadlockError, PeerFailure, TransportError
+from stepwell_stage import Action, Kind, Plan, PlanProof, lower, prove
+from stepwell_stage.exceptions import ScheduleError
+from stepwell_stage.plan._random import random_links, random_schedule
+from stepwell_stage.schedules import custom, gpipe, one_f_one_b
+
+FIFO = Rules(tagged=False, rendezvous=True)
+TAGGED = Rules(tagged=True, rendezvous=True)
+TWO = custom(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+
+
+def plan_of(*rows: str) -> Plan:
+    """A plan written by hand for two ranks with a stage each."""
+    return Plan(TWO, ((0, 1),), [map(Action.parse, row.split()) for row in rows])
+
+
+GOOD = (
+    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0WAIT_F0 0RECV_B1 0B1 0WAIT_F1",
+    "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1WAIT_B0 1WAIT_B1",
+)
+
+
+def test_bounds() -> None:
+    assert prove(plan_of(*GOOD), FIFO) == PlanProof(
+        peak_activations=(2, 1), peak_receives=(1, 1), peak_sends=(2, 2), peak_unsharded=(0, 0), num_messages=(2, 2)
+    )
+    assert prove(lower(gpipe(1, 4)), FIFO).peak_activations == (4,)
+
+
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "sentence"),
+    [
+        (
+            1,
+            "1RECV_F0 1F0",
+            "1F0 1RECV_F0",
+            "1F0 on rank 1 .action 0 of its plan.: the RECV of the value of microbatch 0",
+        ),
+        (
+            0,
+            "0F0 0SEND_F0",
+            "0SEND_F0 0F0",
+            "0SEND_F0 on rank 0 .action 0.*: the forward of stage 0, microbatch 0 must come before",
+        ),
+        (
+            1,
+            "1B0 1SEND_B0",
+            "1SEND_B0 1B0",
+            "1SEND_B0 on rank 1 .*: the backward of stage 1, microbatch 0 must come before it",
+        ),
+        (0, "0WAIT_F0 ", "0WAIT_F0 0WAIT_F0 ", "the value of microbatch 0 from stage 0 to stage 1 is waited for twice"),
+        (
+            0,
+            "0F0 0SEND_F0",
+            "0F0 0WAIT_F0 0SEND_F0",
+            "the SEND of the value of microbatch 0 from stage 0 to stage 1 must come",
+        ),
+        (0, "0SEND_F0", "0SEND_F0 0SEND_F0", "the value of microbatch 0 from stage 0 to stage 1 is sent twice"),
+        (0, "0RECV_B0", "0RECV_B0 0RECV_B0", "the gradient of microbatch 0 from stage 1 to stage 0 is received twice"),
+        (0, "0RECV_B0", "0RECV_F0", "0RECV_F0 on rank 0 .*: no other rank is at the other end of it"),
+        (0, "0RECV_B0", "1RECV_F0", r"1RECV_F0 on rank 0 .*: that rank holds stages \(0,\)"),
+        (0, "0RECV_B0", "0RECV_B2", "there are microbatches 0 to 1"),
+        (0, "0B0 0WAIT", "0B1 0WAIT", "compute action 2 of rank 0 is 0B1 in the plan but 0B0 in its schedule"),
+        (0, "0RECV_B1 0B1", "", "compute action 3 of rank 0 is nothing in the plan but 0B1 in its schedule"),
+        (1, "1F0", "1F0 1F1", "compute action 1 of rank 1 is 1F1 in the plan but 1B0"),
+        (0, "0F0 ", "0UNSHARD 0UNSHARD 0F0 ", "0UNSHARD on rank 0 .action 1.*: stage 0 is gathered already"),
+        (0, "0F0 ", "0RESHARD 0F0 ", "0RESHARD on rank 0 .*: stage 0 is not gathered"),
+        (0, "0F0 ", "0UNSHARD 0F0 0RESHARD ", "0F1 on rank 0 .*: 0UNSHARD must come before it, and 0RESHARD after it"),
+        (0, "0F0 ", "1UNSHARD 0F0 ", "1UNSHARD on rank 0 .*: that rank holds stages"),
+        (1, "1B1 ", "1REDUCE_GRAD 1B1 ", "1REDUCE_GRAD on rank 1 .*: 1 backwards of stage 1 come after it"),
+    ],
+)
+def test_what_is_wrong_on_one_rank(rank: int, old: str, new: str, sentence: str) -> None:
+    rows = list(GOOD)
+    assert old in rows[rank]
+    rows[rank] = rows[rank].replace(old, new, 1)
+    with pytest.raises(ScheduleError, match=sentence):
+        prove(plan_of(*rows), TAGGED)
+
+
+def test_local_values_are_handed_over_in_order() -> None:
+    schedule = custom(["0F0 1F0 1B0 0B0"])
+    for row, sentence in (
+        ("1F0 0F0 1B0 0B0", "compute action 0 of rank 0 is 1F0"),
+        ("0F0 1F0 0B0 1B0", "compute action 2 of rank 0 is 0B0"),
+    ):
+        with pytest.raises(ScheduleError, match=sentence):
+            prove(Plan(schedule, ((0, 1),), [map(Action.parse, row.split())]), TAGGED)
+
+
+def test_a_message_with_one_end() -> None:
+    rows = GOOD[0].replace("0SEND_F1 ", "").replace(" 0WAIT_F1", ""), GOOD[1]
+    with pytest.raises(DeadlockError, match="but rank 0 never sends it") as caught:
+        prove(plan_of(*rows), TAGGED)
+    assert caught.value.kind == "unmatched"
+
+
+def test_crossed_orders_mix_data_up_only_where_order_counts() -> None:
+    rows = GOOD[0].replace("0RECV_B0 0B0", "0RECV_B1 0RECV_B0 0B0").replace("0WAIT_F0 0RECV_B1", "0WAIT_F0"), GOOD[1]
+    prove(plan_of(*rows), TAGGED)
+    with pytest.raises(DeadlockError, match="the receiver would get the wrong data") as caught:
+        prove(plan_of(*rows), FIFO)
+    assert caught.value.kind == "order"
+
+
+def test_p025_two_ranks_that_wait_for_their_sends_before_they_receive() -> None:
+    rows = (
+        "0F0 0SEND_F0 0WAIT_F0 0F1 0SEND_F1 0WAIT_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1WAIT_B0 1RECV_F1 1F1 1B1 1SEND_B1 1WAIT_B1",
+    )
+    prove(plan_of(*rows), Rules(tagged=True, rendezvous=False))
+    with pytest.raises(DeadlockError) as caught:
+        prove(plan_of(*rows), TAGGED)
+    assert caught.value.kind == "cycle"
+    text = str(caught.value)
+    assert "rank 0 in 0WAIT_F1 waits" in text
+    assert "rank 1 in 1WAIT_B0 waits" in text
+
+
+def test_p018_p029_one_microbatch_is_proved_like_many() -> None:
+    for num_microbatches in (1, 2, 7):
+        for num_ranks in (2, 3, 8):
+            prove(lower(one_f_one_b(num_ranks, num_microbatches)), FIFO)
+
+
+def test_unknown_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match="no channel policy is named 'mine'"):
+        prove(plan_of(*GOOD), FIFO, channels="mine")
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from(ChannelPolicy),
+    rules=st.builds(Rules, tagged=st.just(False), rendezvous=st.booleans()),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_what_is_proved_runs_and_what_is_refused_blocks(seed: int, policy: ChannelPolicy, rules: Rules) -> None:
+    rng = random.Random(seed)
+    schedule = random_schedule(rng)
+    plan = lower(schedule, random_links(rng, schedule.placement.num_stages), prefetch=rng.randrange(3))
+    if len(plan.actions) == 1:
+        return
+    try:
+        prove(plan, rules, channels=policy)
+    except DeadlockError:
+        proved = False
+    else:
+        proved = True
+    assert _runs(plan, rules, policy) == proved
+
+
+def _runs(plan: Plan, rules: Rules, policy: ChannelPolicy) -> bool:
+    """Whether the plan's messages get through a real transport."""
+    size = len(plan.actions)
+    fabric = LoopbackFabric(size, rules=rules, channels=policy, timeout=20)
+    faults: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        transport = fabric.transport(rank)
+        try:
+            _play(plan, rank, transport)
+        except (TransportError, PeerFailure) as error:
+            faults.append(error)
+            transport.abort(str(error))
+        finally:
+            transport.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return not faults
+
+
+def _play(plan: Plan, rank: int, transport: Transport) -> None:
+    ranks, meta = plan.placement.ranks, TensorMeta.from_tensor(torch.zeros(1))
+    open_ends: dict[tuple[Kind, int, int | None], list[Callable[[], object]]] = {}
+
+    def op(action: Action, peer: int) -> Op:
+        send = action.kind in (Kind.SEND_F, Kind.SEND_B)
+        source, destination = (action.stage, peer) if send else (peer, action.stage)
+        edge = Edge(ranks[source], ranks[destination])
+        return Op(OpKind(action.kind.value), edge, source, action.microbatch or 0, destination)
+
+    for action in plan.actions[rank]:
+        kind, key = action.kind, (action.stage, action.microbatch)
+        if kind in (Kind.SEND_F, Kind.SEND_B):
+            batch = [Send(op(action, peer), torch.zeros(1)) for peer in plan.peers(action)]
+            open_ends.setdefault((kind, *key), []).append(transport.post(batch).wait)
+        elif kind in (Kind.RECV_F, Kind.RECV_B):
+            receives = [Recv(op(action, peer), meta) for peer in plan.peers(action)]
+            open_ends.setdefault((kind, *key), []).append(transport.post(receives).wait)
+        else:
+            waited = {Kind.WAIT_F: Kind.SEND_F, Kind.WAIT_B: Kind.SEND_B, Kind.F: Kind.RECV_F}
+            for leaf in action.leaves:
+                what = waited.get(leaf.kind, Kind.RECV_B)
+                for wait in open_ends.pop((what, leaf.stage, leaf.microbatch), []) if leaf.kind is not Kind.W else []:
+                    wait()
