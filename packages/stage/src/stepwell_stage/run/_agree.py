@@ -64,7 +64,7 @@ class Agreement:
 
 
 @attrs.frozen
-class _Word:
+class Word:
     """What travels downstream; its fields are what the codec knows."""
 
     error: str | None
@@ -79,7 +79,7 @@ class _Word:
         return encode(attrs.astuple(self, recurse=False))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> _Word:
+    def from_bytes(cls, data: bytes) -> Word:
         return cls(*decode(data))
 
 
@@ -105,37 +105,13 @@ def agree(
     Raises:
         PipeliningMetadataError: what is wrong, on whichever rank; on all of them.
     """
-    wires = None if wiring.wires is None else tuple(attrs.astuple(wire) for wire in wiring.wires)
     looks: dict[tuple[int, int], LinkLooks] = {}
 
     def down(stage: PipelineStage, incoming: bytes | None) -> bytes:
-        if incoming is None:
-            assert cut is not None  # the first stage's rank cut the batch
-            word = _Word(_misfit(stage, cut), True, stage.shapes, wires, cut.sizes, cut.groups)
-        else:
-            word = _Word.from_bytes(incoming)
-        static = word.static and stage.vote(has_backward=has_backward) is InferenceMode.STATIC
-        error = word.error
-        if word.shapes != stage.shapes:
-            error = (
-                error
-                or f"stage 0 has shapes={word.shapes!r}, stage {stage.stage_index} {stage.shapes!r}: make them equal"
-            )
-        if word.wires != wires:
-            error = error or f"stage 0 was given other wires than stage {stage.stage_index}: give every stage the same"
-        if static and len(set(word.groups)) > 1:
-            error = error or (
-                f"stages declare the shape of one microbatch, but the batch is cut into microbatches of sizes {word.sizes};"
-                " use a batch that the number of microbatches divides, or declare nothing"
-            )
-        if error is None:
-            try:
-                looks.update(_incoming(stage, wiring, word.declared))
-            except PipeliningMetadataError as found:
-                error = str(found)
-        outputs = stage.declared_outputs
-        declared = None if outputs is None else (outputs, stage.declared.output_grads)
-        return attrs.evolve(word, error=error, static=static, declared=(*word.declared, declared)).to_bytes()
+        before = None if incoming is None else Word.from_bytes(incoming)
+        word, found = pass_on(stage, before, wiring, cut=cut, has_backward=has_backward)
+        looks.update(found)
+        return word.to_bytes()
 
     outcome = sweep(stages, placement, transport, down, upstream=False)
 
@@ -143,11 +119,52 @@ def agree(
         return outcome[stage.stage_index] if incoming is None else incoming
 
     agreed = sweep(stages, placement, transport, up, upstream=True)
-    word = _Word.from_bytes(next(iter(agreed.values())))
+    word = Word.from_bytes(next(iter(agreed.values())))
     if word.error is not None:
         raise PipeliningMetadataError(word.error)
     mode = InferenceMode.STATIC if word.static else InferenceMode.DYNAMIC
     return Agreement(mode, Cut(word.sizes, word.groups), looks)
+
+
+def pass_on(
+    stage: PipelineStage, before: Word | None, wiring: Wiring, *, cut: Cut | None, has_backward: bool
+) -> tuple[Word, dict[tuple[int, int], LinkLooks]]:
+    """What one stage adds to the word that comes downstream, and what it hears in it of the links that lead to it.
+
+    Args:
+        stage: the stage.
+        before: the word of the stage before; None on the first.
+        wiring: which output goes where, as this rank was told.
+        cut: on the first stage, how the batch was cut; elsewhere not needed.
+        has_backward: whether the step to come has one.
+    """
+    wires = None if wiring.wires is None else tuple(attrs.astuple(wire) for wire in wiring.wires)
+    if before is None:
+        assert cut is not None  # the first stage's rank cut the batch
+        before = Word(_misfit(stage, cut), True, stage.shapes, wires, cut.sizes, cut.groups)
+    static = before.static and stage.vote(has_backward=has_backward) is InferenceMode.STATIC
+    error = before.error
+    if before.shapes != stage.shapes:
+        error = (
+            error
+            or f"stage 0 has shapes={before.shapes!r}, stage {stage.stage_index} {stage.shapes!r}: make them equal"
+        )
+    if before.wires != wires:
+        error = error or f"stage 0 was given other wires than stage {stage.stage_index}: give every stage the same"
+    if static and len(set(before.groups)) > 1:
+        error = error or (
+            f"stages declare the shape of one microbatch, but the batch is cut into microbatches of sizes {before.sizes};"
+            " use a batch that the number of microbatches divides, or declare nothing"
+        )
+    looks: dict[tuple[int, int], LinkLooks] = {}
+    if error is None:
+        try:
+            looks = _incoming(stage, wiring, before.declared)
+        except PipeliningMetadataError as found:
+            error = str(found)
+    outputs = stage.declared_outputs
+    declared = None if outputs is None else (outputs, stage.declared.output_grads)
+    return attrs.evolve(before, error=error, static=static, declared=(*before.declared, declared)), looks
 
 
 def declared_looks(stage: PipelineStage, wires: tuple[Wire, ...] | None) -> LinkLooks:
