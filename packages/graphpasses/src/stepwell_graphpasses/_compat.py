@@ -33,13 +33,17 @@ __all__ = [
     "WAIT",
     "FakeTensorMode",
     "ShapeEnv",
+    "alive",
     "current_graph",
     "enable_python_dispatcher",
+    "fake_store",
     "flatten_named",
+    "forget_meshes",
     "is_functional_collective",
     "local_part",
     "make_fx",
     "next_sequence_number",
+    "pytree",
     "resolve_group",
     "sequence_number",
     "strided_shard",
@@ -124,6 +128,18 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def forget_meshes() -> None:
+    """Empty what DTensor remembers about operators: it may hold an equal mesh whose process groups were destroyed since.
+
+    Without the name a program that makes its process groups a second time may meet the first ones in DTensor operators.
+    """
+    try:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    except ImportError:
+        return
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
 def local_part(tensor: DTensor) -> torch.Tensor:
     """A DTensor's local tensor itself; a view of it where torch no longer has the attribute."""
     local = getattr(tensor, "_local_tensor", None)
@@ -131,6 +147,21 @@ def local_part(tensor: DTensor) -> torch.Tensor:
         return local
     with torch.no_grad():
         return tensor.to_local()
+
+
+def alive(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """Tells later whether a storage is still held by anybody, without holding it."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return lambda: not reference.expired()  # type: ignore[no-untyped-call]
+
+
+def fake_store() -> Any:
+    """The store of torch's "fake" backend; only for tests, which raise ImportError without it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def is_functional_collective(target: Any) -> bool:

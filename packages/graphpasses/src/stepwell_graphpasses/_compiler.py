@@ -234,6 +234,29 @@ class GraphCompiler:
         finally:
             self._sync = before
 
+    def token_weight(self, count: int | torch.Tensor) -> torch.Tensor:
+        """What to multiply the *sum* of this rank's losses by, so that the gradient is that of the mean over all ranks' tokens.
+
+        Ranks with fewer tokens would otherwise weigh each of them more. Give the result to the step as an input::
+
+            loss = F.cross_entropy(logits, labels, reduction="sum") * weight
+
+        Args:
+            count: this rank's number of tokens (of all microbatches that are reduced together).
+
+        Returns:
+            A scalar: ranks / tokens of all ranks under ``reduce="avg"``, else the corresponding factor. Collective.
+        """
+        total = torch.as_tensor(count, dtype=torch.float64, device=self.device).clone()
+        ranks = 1
+        if self.topology is not None:
+            ranks = self.topology.degrees.total
+            for axis in self.topology.axis_names:
+                dist.all_reduce(total, group=self.topology.mesh.get_group(axis))
+        reduce = self.config.reduce
+        factor = {"avg": float(ranks), "sum": 1.0}.get(str(reduce)) or float(reduce)
+        return (factor / total).float()
+
     def to(self, device: torch.device | str) -> GraphCompiler:
         """Move the model, shards and buffers; graphs are made anew on the next call."""
         self.device = torch.device(device)
@@ -419,6 +442,7 @@ class GraphCompiler:
 
 def _topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopology | None, PassConfig]:
     """The axes in effect (None with one rank), and the configuration with the degrees filled in."""
+    compat.forget_meshes()
     pp_size = config.pp_degree or (2 if config.pp_enabled else 1)
     if mesh is not None:
         topology = topology_from_mesh(mesh, config.dp_mode)

@@ -50,6 +50,8 @@ class JointGraph:
         gradients: names of the parameters whose gradient is an output, in order.
         mode: the mode in which the nodes' example values live.
         units: module of the plan for each parameter; filled by data parallelism.
+        containers: names of the modules that only hold others (lists, sequences, dicts).
+        kept: parameters that stay gathered between forward and backward although others are freed.
         facts: what passes have provided so far.
         extra_inputs: names of the placeholders that passes have appended, in order.
         notes: what passes want explained: ``(subject, sentence)``.
@@ -63,6 +65,8 @@ class JointGraph:
     gradients: tuple[str, ...]
     mode: compat.FakeTensorMode
     units: dict[str, str] = attrs.field(factory=dict)
+    containers: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
     facts: frozenset[str] = frozenset()
     extra_inputs: tuple[str, ...] = ()
     notes: list[tuple[str, str]] = attrs.field(factory=list)

@@ -108,12 +108,11 @@ def _reshard(joint: JointGraph) -> list[str]:
     if "resharded" not in joint.facts:
         return []
     problems = []
-    kept = set(joint.module.meta.get("kept_gathered", ()))
     gathered: dict[fx.Node, str] = {}
     for node in joint.graph.nodes:
         comm = comm_of(node)
         if comm is not None and comm.kind == "gather" and phase_of(node) == "forward":
-            if not set(comm.params) <= kept:
+            if not joint.kept.issuperset(comm.params):
                 gathered[node] = ", ".join(comm.params)
         elif node.op == "call_function":
             shared = node.target is compat.WAIT or is_view(node) or is_getitem(node)

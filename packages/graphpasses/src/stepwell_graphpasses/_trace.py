@@ -102,6 +102,9 @@ def trace(
         losses=step.losses,
         gradients=step.gradients,
         mode=mode,
+        containers=frozenset(
+            name for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        ),
     )
     joint.finish()
     return joint

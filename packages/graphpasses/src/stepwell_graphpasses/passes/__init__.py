@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from ._bucket import BucketPass
 from ._data_parallel import DataParallelPass
+from ._dead import DeadCollectivePass
 from ._default import default_passes
+from ._overlap import CostModel, OverlapPass
+from ._remat import RematPass
+from ._reshard import ReshardPass
 
-__all__ = ["DataParallelPass", "default_passes"]
+__all__ = [
+    "BucketPass",
+    "CostModel",
+    "DataParallelPass",
+    "DeadCollectivePass",
+    "OverlapPass",
+    "RematPass",
+    "ReshardPass",
+    "default_passes",
+]

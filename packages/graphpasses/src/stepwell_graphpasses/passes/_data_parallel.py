@@ -98,8 +98,8 @@ def _leave(joint: JointGraph, context: PassContext) -> None:
         node = gradients.get(parameter.name)
         if node is not None:
             results[parameter.name] = _reduce(joint, context, parameter, layout, node, carried)
-        elif joint.gradients and context.config.unused == "zeros":
-            results[parameter.name] = _zeros(joint, context, parameter, layout)
+        elif joint.gradients and context.config.unused == "zeros" and context.variant.reduce == "full":
+            results[parameter.name] = _zeros(joint, parameter, layout)
         elif joint.gradients:
             joint.notes.append((parameter.name, "no gradient: the loss does not depend on it"))
     joint.set_gradients(results)
@@ -170,18 +170,14 @@ def _add_carried(
     return writer.call("carry", torch.ops.aten.add.Tensor, entry, node)
 
 
-def _zeros(joint: JointGraph, context: PassContext, parameter: Parameter, layout: Layout) -> fx.Node:
+def _zeros(joint: JointGraph, parameter: Parameter, layout: Layout) -> fx.Node:
     """A gradient for a parameter that the loss does not depend on; zeros need no reduction, and none is carried."""
-    whole = not layout.sharded or context.variant.reduce == "none"
-    shape = parameter.shape if whole else (layout.padded_rows, *parameter.shape[1:])
-    dtype = parameter.dtype
-    if context.variant.reduce != "full":
-        dtype = context.config.reduce_dtype or parameter.compute_dtype
+    shape = (layout.padded_rows, *parameter.shape[1:]) if layout.sharded else parameter.shape
     placeholder = joint.parameter_nodes[parameter.name]
     joint.notes.append((parameter.name, "gradient of zeros: the loss does not depend on it"))
     with joint.graph.inserting_before(joint.output_node):
         writer = Writer(joint.mode, joint.graph, like=placeholder, params=(parameter.name,), phase="backward")
-        kwargs = {"dtype": dtype, "device": value_of(placeholder).device}
+        kwargs = {"dtype": parameter.dtype, "device": value_of(placeholder).device}
         return writer.call("pad", torch.ops.aten.zeros.default, list(shape), kwargs=kwargs)
 
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from .._config import PassConfig
 from .._pass import GraphPass
+from ._bucket import BucketPass
 from ._data_parallel import DataParallelPass
+from ._dead import DeadCollectivePass
+from ._overlap import OverlapPass
+from ._remat import RematPass
+from ._reshard import ReshardPass
 
 
 def default_passes(config: PassConfig) -> tuple[GraphPass, ...]:
     """The passes for a configuration, in an order that their contracts allow."""
-    return (DataParallelPass(),)
+    passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
+    if config.reshard_after_forward is not False:
+        passes.append(ReshardPass())
+    if config.bucket_by != "none":
+        passes.append(BucketPass())
+    return (*passes, OverlapPass())

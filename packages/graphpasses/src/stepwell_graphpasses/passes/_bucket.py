@@ -1,0 +1,230 @@
+"""Buckets: several small collectives become one.
+
+A bucket of gathers packs the shards of its parameters into one row; every rank's row arrives, and a parameter is some columns::
+
+    shards  a b c  → pack →  [a b c]  → gather →  rank 0 [a b c]   → columns of a, of b, of c
+                                                  rank 1 [a b c]
+
+A bucket of reduce-scatters packs gradients the same way, and each rank gets its row of the sum. The bits of each member are those
+that it would have alone: nothing is cast, so members have one dtype, and they are of one kind, phase and group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import fx
+
+from .._collectives import Comm, Kind, Writer, collective_bytes, comm_of, starts, wait_of
+from .._config import PassConfig
+from .._graph import JointGraph, Phase, phase_of, positions, value_of
+from .._order import rearrange
+from .._pass import PassContext, PassContract
+
+aten = torch.ops.aten
+
+
+@attrs.frozen
+class Member:
+    """What the plan of buckets needs to know about one collective."""
+
+    index: int
+    params: tuple[str, ...]
+    key: tuple[str, ...]  # kind, phase, group, dtype, operator
+    unit: str
+    bytes: int
+
+
+@attrs.frozen
+class Bucket:
+    """Collectives that become one, and why no more of them."""
+
+    members: tuple[Member, ...]
+    reason: str
+
+
+class BucketPass:
+    """Merges gathers, reduce-scatters and all-reduces; the graph is sorted once, after the last bucket."""
+
+    name = "bucket"
+    contract = PassContract(
+        requires=frozenset({"collectives"}),
+        provides=frozenset({"bucketed"}),
+        conflicts=frozenset({"bucketed", "split"}),
+    )
+
+    def run(self, joint: JointGraph, context: PassContext) -> None:
+        """Rewrite the graph."""
+        nodes = starts(joint.graph)
+        members = [_member(joint, index, node) for index, node in enumerate(nodes)]
+        buckets = plan_buckets(members, context.config)
+        position = positions(joint.graph)
+        for number, bucket in enumerate(buckets):
+            kind, phase = bucket.members[0].key[:2]
+            names = ", ".join(name for member in bucket.members for name in member.params)
+            joint.notes.append(
+                (f"bucket {number}", f"{kind} in {phase} of {names}; it ends there because {bucket.reason}")
+            )
+            if len(bucket.members) > 1:
+                _merge(joint, [nodes[member.index] for member in bucket.members], position)
+        rearrange(joint.graph)
+
+
+def plan_buckets(members: Sequence[Member], config: PassConfig) -> list[Bucket]:
+    """Which collectives go together: in graph order, by module or by bytes, never unlike ones."""
+    limit = int(config.bucket_mb * 2**20)
+    groups: dict[tuple[str, ...], list[Member]] = {}
+    for member in members:
+        key = (*member.key, member.unit) if config.bucket_by == "module" else member.key
+        groups.setdefault(key, []).append(member)
+    buckets: list[tuple[int, Bucket]] = []
+    for group in groups.values():
+        current: list[Member] = []
+        size = 0
+        for member in group:
+            if current and (config.bucket_by == "none" or size + member.bytes > limit):
+                reason = (
+                    "bucket_by is 'none'"
+                    if config.bucket_by == "none"
+                    else f"{', '.join(member.params)} would make it {size + member.bytes} bytes, more than {limit}"
+                )
+                buckets.append((current[0].index, Bucket(tuple(current), reason)))
+                current, size = [], 0
+            current.append(member)
+            size += member.bytes
+        buckets.append((current[0].index, Bucket(tuple(current), _why_last(current[-1], members, config))))
+    return [bucket for _, bucket in sorted(buckets, key=lambda item: item[0])]
+
+
+def _why_last(member: Member, members: Sequence[Member], config: PassConfig) -> str:
+    if config.bucket_by == "module":
+        return f"module {member.unit!r} has no more of this kind, phase, group and dtype"
+    following = [other for other in members if other.index > member.index and other.key[0] == member.key[0]]
+    if not following:
+        return f"it was the last {member.key[0]}"
+    names = ("kind", "phase", "group", "dtype", "operator")
+    differs = [n for n, a, b in zip(names, member.key, following[0].key, strict=True) if a != b]
+    return f"{', '.join(following[0].params)} has another {' and '.join(differs)}"
+
+
+def _member(joint: JointGraph, index: int, node: fx.Node) -> Member:
+    comm = comm_of(node)
+    assert comm is not None
+    value = value_of(node.args[0])  # type: ignore[arg-type]
+    return Member(
+        index=index,
+        params=comm.params,
+        key=(comm.kind, phase_of(node), comm.group, str(value.dtype), comm.op or ""),
+        unit=bucket_unit(joint, comm.params[0]),
+        bytes=collective_bytes(node),
+    )
+
+
+def bucket_unit(joint: JointGraph, parameter: str) -> str:
+    """The module whose parameters travel together: that of the plan, or below it where that is a mere container."""
+    unit = joint.units.get(parameter, parameter)
+    while unit in joint.containers and parameter.startswith(unit + "."):
+        unit += "." + parameter[len(unit) + 1 :].split(".")[0]
+    return unit
+
+
+def _merge(joint: JointGraph, nodes: Sequence[fx.Node], position: dict[fx.Node, int]) -> None:
+    """Replace collectives of one kind by one: gathers at the first of them, reductions at the last."""
+    graph = joint.graph
+    comms = [_mark(node) for node in nodes]
+    comm = comms[0]
+    params = tuple(name for item in comms for name in item.params)
+    waits = [wait_of(node) for node in nodes]
+    sources: list[fx.Node] = [node.args[0] for node in nodes]  # type: ignore[misc]
+    place = nodes[0] if comm.kind == "gather" else max(nodes, key=position.__getitem__)
+    if comm.kind == "gather":
+        for source in sources:  # a cast of a stored shard can be made at any time
+            if (mark := comm_of(source)) is not None and mark.kind == "cast":
+                place.prepend(source)
+    phase: Phase = phase_of(place)
+    writer = Writer(joint.mode, graph, like=place, params=params, phase=phase, fqn=bucket_unit(joint, params[0]))
+    with graph.inserting_before(place):
+        if comm.kind == "gather":
+            results = _gather(writer, sources, comms)
+        elif comm.kind == "reduce_scatter":
+            results = _reduce_scatter(writer, sources, comms)
+        else:
+            results = _all_reduce(writer, sources, comms)
+    for wait, result in zip(waits, results, strict=True):
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _gather(writer: Writer, sources: Sequence[fx.Node], comms: Sequence[Comm]) -> list[fx.Node]:
+    group, size = comms[0].group, comms[0].size
+    lengths = [value_of(source).numel() for source in sources]
+    flat = [_flat(writer, source, "pack") for source in sources]
+    packed = writer.call("pack", aten.cat.default, flat, 0)
+    rows = writer.call("unpack", aten.view.default, writer.gather(packed, group, size), [size, sum(lengths)])
+    results, start = [], 0
+    for source, comm, length in zip(sources, comms, lengths, strict=True):
+        columns = writer.call("unpack", aten.slice.Tensor, rows, 1, start, start + length, params=comm.params)
+        dense = writer.call(
+            "unpack",
+            aten.clone.default,
+            columns,
+            kwargs={"memory_format": torch.contiguous_format},
+            params=comm.params,
+        )
+        shape = list(value_of(source).shape)
+        results.append(
+            writer.call("unpack", aten.view.default, dense, [size * shape[0], *shape[1:]], params=comm.params)
+        )
+        start += length
+    return results
+
+
+def _reduce_scatter(writer: Writer, sources: Sequence[fx.Node], comms: Sequence[Comm]) -> list[fx.Node]:
+    comm = comms[0]
+    rows = []
+    for source in sources:
+        dense = _dense(writer, source)
+        rows.append(writer.call("pack", aten.view.default, dense, [comm.size, -1]))
+    packed = _flat(writer, writer.call("pack", aten.cat.default, rows, 1), "pack")
+    assert comm.op is not None
+    whole = writer.reduce_scatter(packed, comm.op, comm.group, comm.size)
+    shapes = [[value_of(source).shape[0] // comm.size, *value_of(source).shape[1:]] for source in sources]
+    return _parts(writer, whole, shapes, comms)
+
+
+def _all_reduce(writer: Writer, sources: Sequence[fx.Node], comms: Sequence[Comm]) -> list[fx.Node]:
+    comm = comms[0]
+    packed = writer.call("pack", aten.cat.default, [_flat(writer, _dense(writer, s), "pack") for s in sources], 0)
+    assert comm.op is not None
+    whole = writer.all_reduce(packed, comm.op, comm.group, comm.size)
+    return _parts(writer, whole, [list(value_of(source).shape) for source in sources], comms)
+
+
+def _parts(writer: Writer, whole: fx.Node, shapes: Sequence[list[int]], comms: Sequence[Comm]) -> list[fx.Node]:
+    results, start = [], 0
+    for shape, comm in zip(shapes, comms, strict=True):
+        length = torch.Size(shape).numel()
+        part = writer.call("unpack", aten.slice.Tensor, whole, 0, start, start + length, params=comm.params)
+        results.append(writer.call("unpack", aten.view.default, part, shape, params=comm.params))
+        start += length
+    return results
+
+
+def _dense(writer: Writer, node: fx.Node) -> fx.Node:
+    if value_of(node).is_contiguous():
+        return node
+    return writer.call("pack", aten.clone.default, node, kwargs={"memory_format": torch.contiguous_format})
+
+
+def _flat(writer: Writer, node: fx.Node, kind: Kind) -> fx.Node:
+    return writer.call(kind, aten.view.default, node, [-1])
+
+
+def _mark(node: fx.Node) -> Comm:
+    comm = comm_of(node)
+    assert comm is not None
+    return comm
