@@ -374,7 +374,7 @@ def test_ten_thousand_random_messages_are_all_refused() -> None:
     "data",
     [
         HEADER + b"\x08\xff\xff\x3f" + b"\x00" * 1_000_000,  # a tuple that promises more than there is
-        HEADER + b"\x08\xb0\xfc\x3c" + b"\x00" * 1_000_000,
+        HEADER + b"\x08\x9f\x8d\x06" + b"\x00" * 100_000,  # 99,999 values, and one byte too many
         HEADER + b"\x05\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
         HEADER + b"\x0b\x02\x04\xff\x7f\xff\x7f\xff\x7f\xff\x7f" + b"\x00" * 1000,
         HEADER + b"\x09\x05uint8\x02\x40" + b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f" * 64,
