@@ -2,16 +2,21 @@
 
 * ``torch.ops.aten._unsafe_view`` (seen in 2.11 to 2.15): a reshape that autograd does not track as a view. Without it,
   :func:`non_leaf` falls back to a copy, which is right but costs one.
+* ``_raw_saved_*`` of autograd's nodes and ``unpack_hook`` of what they give (seen in 2.11 to 2.13): whether hooks stand between a
+  node and what it saved. Without it, :func:`has_saved_tensor_hooks` says yes, so that no node's backward is split.
 * ``torch.utils._pytree`` (seen in 2.11 to 2.15): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["non_leaf", "tree_flatten", "tree_map", "tree_unflatten"]
+__all__ = ["has_saved_tensor_hooks", "non_leaf", "tree_flatten", "tree_map", "tree_unflatten"]
 
 _unsafe_view = getattr(torch.ops.aten, "_unsafe_view", None)
 
@@ -26,3 +31,18 @@ def non_leaf(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.clone()
     result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
     return result
+
+
+def has_saved_tensor_hooks(node: Node) -> bool:
+    """Whether a node of the autograd graph saved tensors under ``torch.autograd.graph.saved_tensors_hooks``."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        for tensor in saved if isinstance(saved, tuple) else (saved,):
+            if getattr(tensor, "unpack_hook", node) is not None:
+                return True
+    return False
+
+
+@functools.cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
