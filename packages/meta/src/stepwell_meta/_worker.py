@@ -67,13 +67,18 @@ def _run(call: Call, store: Any, cloudpickle: Any, dist: Any) -> Answer:
     try:
         function, args, kwargs = cloudpickle.loads(call.payload)
         if call.init_group:
+            group_store = dist.PrefixStore(f"call-{call.number}", store)
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(f"call-{call.number}", store),
+                store=group_store,
                 rank=call.rank,
                 world_size=call.world_size,
                 timeout=timedelta(seconds=call.timeout),
             )
+            # Nobody begins, and so nobody ends and closes its sockets, before all are connected.
+            if group_store.add("connected", 1) == call.world_size:
+                group_store.set("begin", "")
+            group_store.wait(["begin"], timedelta(seconds=call.timeout))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             result = function(*args, **kwargs)
