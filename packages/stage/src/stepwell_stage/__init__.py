@@ -5,9 +5,12 @@ from __future__ import annotations
 from stepwell_stage.plan._action import Action, Kind
 from stepwell_stage.plan._costs import Costs, EdgeCost
 from stepwell_stage.plan._lower import Plan, lower
+from stepwell_stage.plan._perfetto import from_perfetto, to_perfetto
+from stepwell_stage.plan._png import to_png
 from stepwell_stage.plan._prove import PlanProof, prove
 from stepwell_stage.plan._schedule import Schedule
 from stepwell_stage.plan._simulate import Simulation, simulate
+from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
 from stepwell_stage.run._executor import Executor, LossWeights
 from stepwell_stage.run._program import EagerProgram, StageProgram
@@ -29,7 +32,11 @@ __all__ = [
     "Simulation",
     "StageProgram",
     "Timeline",
+    "from_perfetto",
     "lower",
     "prove",
     "simulate",
+    "to_perfetto",
+    "to_png",
+    "to_svg",
 ]

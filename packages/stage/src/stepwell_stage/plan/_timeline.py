@@ -121,10 +121,10 @@ def seconds(value: float) -> str:
 
 
 def _cells(action: Action, width: int, *, with_stage: bool) -> str:
-    """The label and dashes, or if that does not fit the letter alone."""
+    """The longest label that leaves a dash behind it, else the letter alone."""
     if not action.kind.is_compute:
         return "~" * width
-    text = label(action, with_stage=with_stage).replace(" ", "&")
-    if len(text) > width:
-        text = "&" if action.parts else action.kind.value
+    labels = [label(action, with_stage=with_stage), label(action, with_stage=False)]
+    letter = "&" if action.parts else action.kind.value
+    text = next((text.replace(" ", "&") for text in labels if len(text) < width), letter)
     return (text + "-" * width)[:width]

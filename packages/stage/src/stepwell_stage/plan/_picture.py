@@ -1,0 +1,148 @@
+"""Where everything stands in a picture of timelines, whoever draws it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from ..exceptions import StageUsageError
+from ._action import Action, Kind
+from ._timeline import Event, Timeline, label, seconds
+
+LANE, GAP, LEFT, RIGHT = 26.0, 4.0, 64.0, 16.0  # pixels: height of a rank, space between two, margins
+HEAD, AXIS = 30.0, 34.0  # title above the lanes, time below
+LETTER = 7.0  # width of a letter of a label
+LANE_COLOUR, WAIT_COLOUR, INK, FAINT = "#f3f3f1", "#d9d5cc", "#222222", "#777777"
+# For each kind the colours of a rank's first, second, … stage; from dark to light. Distinct for colour-blind eyes too.
+COLOURS: dict[Kind, tuple[str, ...]] = {
+    Kind.F: ("#3f6fa8", "#7ea6d3", "#b9d0ea", "#dde8f5"),
+    Kind.B: ("#3d8f5f", "#7dbf98", "#b5dcc4", "#dcefe3"),
+    Kind.I: ("#2f8f8c", "#74bdb9", "#b0dbd8", "#d9eeed"),
+    Kind.W: ("#d9822b", "#edb072", "#f5d2ab", "#fae8d3"),
+    Kind.UNSHARD: ("#8d6bb0",),
+    Kind.RESHARD: ("#8d6bb0",),
+    Kind.REDUCE_GRAD: ("#b0577d",),
+}
+NAMES = {
+    Kind.F: "F forward",
+    Kind.B: "B backward",
+    Kind.I: "I backward for inputs",
+    Kind.W: "W backward for weights",
+    Kind.UNSHARD: "UNSHARD",
+    Kind.REDUCE_GRAD: "REDUCE_GRAD",
+}
+
+
+@attrs.frozen
+class Box:
+    """A rectangle: place and size in pixels, colour, whether it is hatched (a wait), text inside, and what to say of it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    hatched: bool = False
+    text: str = ""
+    ink: str = INK
+    title: str = ""
+
+
+@attrs.frozen
+class Text:
+    """Words at a place: baseline, size in pixels, alignment ``start``, ``middle`` or ``end``."""
+
+    x: float
+    y: float
+    words: str
+    size: float = 12.0
+    align: str = "start"
+    colour: str = INK
+    bold: bool = False
+
+
+@attrs.frozen
+class Picture:
+    """A picture as boxes and words, in the order of drawing."""
+
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+    texts: tuple[Text, ...]
+
+
+def picture(timelines: Sequence[Timeline], width: float) -> Picture:
+    """Timelines below one another, on one scale, with a legend."""
+    if not any(timeline.events for timeline in timelines):
+        raise StageUsageError("there is nothing to draw: no timeline has an event")
+    if width < 300:
+        raise StageUsageError(f"a picture needs a width of at least 300 pixels, got {width}")
+    scale = (width - LEFT - RIGHT) / max(max(timeline.makespan for timeline in timelines), 1e-12)
+    boxes: list[Box] = []
+    texts: list[Text] = []
+    kinds = {leaf.kind for timeline in timelines for event in timeline.events for leaf in event.action.leaves}
+    top = _legend(kinds, width, boxes, texts)
+    for timeline in timelines:
+        heading = (
+            f"{timeline.name + ': ' if timeline.name else ''}{seconds(timeline.makespan)}, bubble {timeline.bubble:.1%}"
+        )
+        texts.append(Text(LEFT, top + 18, heading, 13.0, bold=True))
+        top += HEAD
+        for rank in range(timeline.num_ranks):
+            texts.append(Text(LEFT - 8, top + LANE / 2 + 4, f"rank {rank}", align="end"))
+            boxes.append(Box(LEFT, top, timeline.makespan * scale, LANE, LANE_COLOUR))
+            boxes += _lane(timeline.of_rank(rank), top, scale)
+            top += LANE + GAP
+        texts += _axis(timeline.makespan, top, scale)
+        top += AXIS
+    return Picture(width, top, tuple(boxes), tuple(texts))
+
+
+def _legend(kinds: set[Kind], width: float, boxes: list[Box], texts: list[Text]) -> float:
+    x, y = LEFT, 10.0
+    entries = [(NAMES[kind], COLOURS[kind][0], False) for kind in NAMES if kind in kinds]
+    for name, colour, hatched in (*entries, ("waits", WAIT_COLOUR, True), ("idle", LANE_COLOUR, False)):
+        room = sum(9.0 if letter.isupper() else 6.4 for letter in name)
+        if x + 20 + room > width - RIGHT:
+            x, y = LEFT, y + 20
+        boxes.append(Box(x, y, 14, 12, colour, hatched=hatched))
+        texts.append(Text(x + 20, y + 11, name, colour=FAINT))
+        x += 36 + room
+    return y + 18
+
+
+def _lane(events: Sequence[Event], top: float, scale: float) -> Iterator[Box]:
+    stages = sorted({leaf.stage for event in events for leaf in event.action.leaves if event.action.kind.is_compute})
+    for event in events:
+        x, width = LEFT + event.start * scale, event.seconds * scale
+        action, kind = event.action, event.action.kind
+        title = f"{action}: {seconds(event.seconds)} from {seconds(event.start)}"
+        if kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):  # beside compute: a strip below it
+            yield Box(x, top + LANE, width, GAP - 1, COLOURS[kind][0], title=title)
+        elif not kind.is_compute:
+            yield Box(x, top, width, LANE, WAIT_COLOUR, hatched=True, title=f"waits in {title}")
+        else:
+            height = LANE / len(action.leaves)
+            for number, leaf in enumerate(action.leaves):
+                yield _box(leaf, stages, x, top + number * height, width, height, title)
+
+
+def _box(leaf: Action, stages: list[int], x: float, y: float, width: float, height: float, title: str) -> Box:
+    shades = COLOURS[leaf.kind]
+    shade = min(stages.index(leaf.stage), len(shades) - 1)
+    text = next((t for t in (label(leaf, with_stage=False), str(leaf.microbatch)) if len(t) * LETTER + 4 <= width), "")
+    ink = "#ffffff" if shade == 0 and leaf.kind is not Kind.W else INK
+    return Box(x, y, width, height, shades[shade], text=text, ink=ink, title=title)
+
+
+def _axis(makespan: float, top: float, scale: float) -> Iterator[Text]:
+    """Times at round places, about 120 pixels apart."""
+    rough = 120 / scale
+    step = 10.0 ** math.floor(math.log10(rough))
+    step *= next(factor for factor in (1, 2, 5, 10) if step * factor >= rough)
+    for number in range(int(makespan / step + 1e-9) + 1):
+        yield Text(
+            LEFT + number * step * scale, top + 12, seconds(number * step) if number else "0", 11.0, "middle", FAINT
+        )

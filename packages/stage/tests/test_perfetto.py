@@ -1,0 +1,98 @@
+"""Traces, held against the Trace Event Format's description."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell_stage import Costs, Timeline, from_perfetto, lower, simulate, to_perfetto
+from stepwell_stage.exceptions import StageUsageError
+from stepwell_stage.schedules import BY_NAME, one_f_one_b
+
+
+def _timeline(name: str = "1f1b") -> Timeline:
+    schedule = BY_NAME[name](4, 6)
+    stages = schedule.placement.num_stages
+    plan = lower(schedule, sharded=range(stages), reduced=range(stages))
+    costs = Costs(
+        (1e-3,) * stages, (2e-3,) * stages, latency=1e-4, unshard=(1e-3,) * stages, reduce_grad=(1e-3,) * stages
+    )
+    return simulate(plan, costs).timeline
+
+
+def _check_format(trace: dict[str, Any]) -> None:
+    """What the document asks of each kind of event that we write."""
+    assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    starts, ends = {}, {}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            key = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index"}[event["name"]]
+            assert set(event["args"]) == {key}
+            continue
+        assert isinstance(event["cat"], str)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        else:
+            assert event["ph"] in "sf"
+            {"s": starts, "f": ends}[event["ph"]][event["id"]] = event
+            assert event["ph"] == "s" or event["bp"] == "e"
+    assert set(starts) == set(ends)
+    for key, start in starts.items():
+        assert start["ts"] <= ends[key]["ts"]
+        assert start["pid"] != ends[key]["pid"]
+
+
+def _check_nesting(trace: dict[str, Any]) -> None:
+    """Slices of one thread must not cross, or viewers drop them."""
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for slices in threads.values():
+        for (_, end), (start, _) in zip(sorted(slices), sorted(slices)[1:], strict=False):
+            assert end <= start + 1e-6
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_form_and_the_way_back(name: str, tmp_path: Path) -> None:
+    timeline = _timeline(name)
+    text = to_perfetto(timeline, path=tmp_path / "step.json")
+    assert (tmp_path / "step.json").read_text() == text
+    trace = json.loads(text)
+    _check_format(trace)
+    _check_nesting(trace)
+    (back,) = from_perfetto(tmp_path / "step.json")
+    assert back.name == timeline.name
+    assert [(event.rank, event.action) for event in back.events] == [(e.rank, e.action) for e in timeline.events]
+    assert [event.start for event in back.events] == pytest.approx([event.start for event in timeline.events])
+    assert back.bubble == pytest.approx(timeline.bubble)
+
+
+def test_several_timelines_have_processes_of_their_own(tmp_path: Path) -> None:
+    first, second = _timeline(), Timeline(_timeline().events, "measured")
+    trace = json.loads(to_perfetto(first, second, path=tmp_path / "both.json"))
+    _check_format(trace)
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert names == [f"{name}, rank {rank}" for name in ("1f1b, simulated", "measured") for rank in range(4)]
+    assert [timeline.name for timeline in from_perfetto(tmp_path / "both.json")] == ["1f1b, simulated", "measured"]
+
+
+def test_arrows_follow_the_microbatches() -> None:
+    trace = json.loads(to_perfetto(simulate(lower(one_f_one_b(3, 2)), Costs.uniform(3)).timeline))
+    arrows = sorted(event["id"] for event in trace["traceEvents"] if event["ph"] == "s")
+    assert arrows == ["0.B1.0", "0.B1.1", "0.B2.0", "0.B2.1", "0.F0.0", "0.F0.1", "0.F1.0", "0.F1.1"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [1]}', "\x00"])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(StageUsageError, match="is no trace of a timeline"):
+        from_perfetto(tmp_path / "other.json")

@@ -1,0 +1,36 @@
+"""Where things stand in a picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell_stage import Action, Costs, Event, Kind, Timeline, lower, simulate
+from stepwell_stage.plan._picture import COLOURS, LANE, picture
+from stepwell_stage.schedules import dualpipe_v, zbv
+
+
+def test_shades_tell_the_stages_of_a_rank_apart() -> None:
+    drawn = picture([simulate(lower(zbv(2, 3)), Costs.uniform(4)).timeline], 1200)
+    for kind in (Kind.F, Kind.I, Kind.W):
+        used = {box.colour for box in drawn.boxes if box.title and box.colour in COLOURS[kind]}
+        assert used == set(COLOURS[kind][:2])
+
+
+def test_a_pair_shares_its_lane() -> None:
+    drawn = picture([simulate(lower(dualpipe_v(2, 5)), Costs.uniform(4)).timeline], 1200)
+    halves = [box for box in drawn.boxes if box.height == LANE / 2]
+    assert halves
+    assert len(halves) % 2 == 0
+
+
+@pytest.mark.parametrize("makespan", [3e-6, 0.02, 1.0, 7.0, 86400.0])
+def test_the_axis_has_a_few_round_times(makespan: float) -> None:
+    drawn = picture([Timeline([Event(0, Action(0, Kind.F, 0), 0.0, makespan)])], 1000)
+    ticks = [text.words for text in drawn.texts if text.size == 11.0]
+    assert ticks[0] == "0"
+    assert 3 <= len(ticks) <= 9
+
+
+def test_numbers_appear_where_they_fit() -> None:
+    events = [Event(0, Action(0, Kind.F, 123), 0.0, 0.01), Event(0, Action(0, Kind.F, 124), 0.01, 1.0)]
+    assert [box.text for box in picture([Timeline(events)], 1000).boxes if box.title] == ["", "F124"]

@@ -1,0 +1,81 @@
+"""Timelines, as numbers and as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell_stage import Action, Costs, Event, Kind, Timeline, lower, simulate
+from stepwell_stage.plan._timeline import label, seconds
+from stepwell_stage.schedules import custom, dualpipe_v, one_f_one_b, zbv
+
+F, B = Kind.F, Kind.B
+
+
+def test_numbers() -> None:
+    timeline = Timeline(
+        [
+            Event(1, Action(1, F, 0), 1.0, 2.0),
+            Event(0, Action(0, B, 0), 4.0, 6.0),
+            Event(0, Action(0, F, 0), 0.0, 1.0),
+            Event(0, Action(0, Kind.RECV_B, 0), 1.0, 4.0),
+            Event(1, Action(1, B, 0), 2.0, 4.0),
+        ]
+    )
+    assert [str(event.action) for event in timeline.events] == ["0F0", "0RECV_B0", "0B0", "1F0", "1B0"]
+    assert (timeline.num_ranks, timeline.makespan) == (2, 6.0)
+    assert timeline.bubble == timeline.bubble_of(0) == timeline.bubble_of(1) == 0.5
+    assert timeline.events[1].seconds == 3.0
+
+
+def test_an_empty_one() -> None:
+    timeline = Timeline([])
+    assert (timeline.num_ranks, timeline.makespan, timeline.bubble) == (0, 0.0, 0.0)
+    assert timeline.to_text() == "0 us, bubble 0.0%"
+
+
+def test_ranks_are_merged() -> None:
+    parts = [Timeline([Event(rank, Action(rank, F, 0), 0.0, 1.0)]) for rank in (1, 0)]
+    whole = Timeline.merge(parts, name="step")
+    assert whole.num_ranks == 2
+    assert whole.name == "step"
+    assert whole.bubble == 0.0
+
+
+def test_p154_text_shows_who_waits() -> None:
+    text = simulate(lower(one_f_one_b(2, 3)), Costs.uniform(2)).timeline.to_text(53)
+    assert text.splitlines()[0] == "1f1b, simulated: 12 s, bubble 25.0%"
+    first, second = (line.split("|")[1] for line in text.splitlines()[1:])
+    assert len(first) == len(second) == 44
+    assert first.startswith("F0--F1-~")
+    assert second.startswith("~~~~F0-B0")
+    assert second.endswith("....")
+
+
+def test_several_stages_have_their_numbers_where_there_is_room() -> None:
+    wide = simulate(lower(zbv(2, 3)), Costs.uniform(4)).timeline.to_text(160)
+    assert "|0F0---" in wide
+    assert "3I0---" in wide
+    narrow = simulate(lower(zbv(2, 3)), Costs.uniform(4)).timeline.to_text(30)
+    assert all(len(line) <= 30 for line in narrow.splitlines()[1:])
+    pairs = simulate(lower(dualpipe_v(2, 6)), Costs.uniform(4)).timeline.to_text(300)
+    assert "0F3&3B1" in pairs
+
+
+def test_a_table_of_one_rank() -> None:
+    assert simulate(lower(custom(["0F0 0B0"])), Costs.uniform(1)).timeline.to_text(27) == (
+        "custom, simulated: 3 s, bubble 0.0%\nrank 0 |F0----B0----------|"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0 us"), (3.5e-6, "3.5 us"), (0.00125, "1.25 ms"), (1.0, "1 s"), (75.0, "75 s")]
+)
+def test_times_in_their_units(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+def test_labels() -> None:
+    pair = Action.overlap(Action(5, F, 3), Action(2, B, 1))
+    assert label(pair, with_stage=True) == "5F3 2B1"
+    assert label(pair, with_stage=False) == "F3 B1"
+    assert label(Action(12, F, 3), with_stage=False) == "F3"
