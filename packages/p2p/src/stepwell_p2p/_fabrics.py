@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -88,7 +89,7 @@ class PoolFabric:
         pool: the pool.
         size: number of ranks.
         connect: called in each process, with the number of ranks, for that rank's transport; torch.distributed is initialised
-            there. A module-level function.
+            there. A module-level function, which travels by value like the program.
     """
 
     def __init__(self, pool: WorkerPool, size: int, connect: Callable[[int], Transport]) -> None:
@@ -99,7 +100,7 @@ class PoolFabric:
     def run(self, program: Program, *args: Any, deadline: float) -> Sequence[Outcome]:
         """See :class:`Fabric`."""
         return self._pool.outcomes(
-            _process_main, self._size, self._connect, program, self._size, *args, deadline=deadline
+            _process_main, self._size, _by_value(self._connect, program), self._size, *args, deadline=deadline
         )
 
 
@@ -110,7 +111,25 @@ def die() -> None:
     raise SystemExit
 
 
-def _process_main(connect: Callable[[int], Transport], program: Program, size: int, *args: Any) -> Any:
+def _by_value(*functions: Callable[..., Any]) -> bytes:
+    """Pickle functions; those of test files, which another process need not find, with all that stands in their files."""
+    import cloudpickle
+
+    names = {function.__module__ for function in functions}
+    modules = [sys.modules[name] for name in names if not name.startswith(("stepwell", "torch"))]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(functions))
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _process_main(functions: bytes, size: int, *args: Any) -> Any:
+    import cloudpickle
+
+    connect, program = cloudpickle.loads(functions)
     transport = connect(size)
     try:
         return program(transport, *args)
