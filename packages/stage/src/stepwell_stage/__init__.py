@@ -15,6 +15,7 @@ from stepwell_stage.plan._timeline import Event, Timeline
 from stepwell_stage.run._executor import Executor, LossWeights
 from stepwell_stage.run._program import EagerProgram, StageProgram
 from stepwell_stage.run._stage import PipelineStage
+from stepwell_stage.run._tie import Tie, TiedGroup, tie
 
 __all__ = [
     "Action",
@@ -31,11 +32,14 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageProgram",
+    "Tie",
+    "TiedGroup",
     "Timeline",
     "from_perfetto",
     "lower",
     "prove",
     "simulate",
+    "tie",
     "to_perfetto",
     "to_png",
     "to_svg",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -54,6 +55,7 @@ class Executor:
         loss: on the last stage's rank, the loss of the last step's or eval's batch: the weighted sum of its microbatches'
             losses, a float64 scalar; else None.
         events: with ``trace``, what this rank did in the last step or eval, and when (seconds of ``time.perf_counter``).
+        around_step: entered around every :meth:`step`, in order; see :func:`tie`.
 
     Raises:
         StageUsageError: the stages are not those that the schedule places on this rank, or something that they need is missing.
@@ -83,6 +85,7 @@ class Executor:
         self.trace = trace
         self.events: tuple[Event, ...] = ()
         self.loss: torch.Tensor | None = None
+        self.around_step: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self._loss_fn = loss_fn
         self._loss_weights = loss_weights
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
@@ -101,10 +104,9 @@ class Executor:
         return any(stage.is_last for stage in self.stages)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, for an optimizer."""
-        for stage in self.stages:
-            if isinstance(stage.submodule, nn.Module):
-                yield from stage.submodule.parameters()
+        """The parameters of this rank's stages, for an optimizer; one that several stages share once."""
+        modules = (stage.submodule for stage in self.stages if isinstance(stage.submodule, nn.Module))
+        yield from dict.fromkeys(parameter for module in modules for parameter in module.parameters())
 
     def step(
         self,
@@ -140,7 +142,16 @@ class Executor:
             raise StageUsageError(
                 "step() runs backward, but gradients are disabled here; leave torch.no_grad() or call eval()"
             )
-        return self._run(self._train, args, kwargs, target, losses, return_outputs=return_outputs)
+        for stage in self.stages:
+            if stage.to_tie:
+                raise StageUsageError(
+                    f"the model was cut through tied parameters ({', '.join(stage.to_tie)}), and nothing keeps their copies"
+                    " equal: call tie(executor, split.tied) before the first step"
+                )
+        with contextlib.ExitStack() as stack:
+            for enter in self.around_step:
+                stack.enter_context(enter())
+            return self._run(self._train, args, kwargs, target, losses, return_outputs=return_outputs)
 
     def eval(
         self,

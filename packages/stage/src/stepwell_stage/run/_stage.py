@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from stepwell_p2p import C10dTransport, Transport, Wire
 from .._compat import tree_flatten
 from ..exceptions import StageUsageError
 from ._program import EagerProgram, StageProgram
+
+if TYPE_CHECKING:
+    from ._tie import TiedGroup
 
 
 class PipelineStage:
@@ -59,6 +62,14 @@ class PipelineStage:
             outputs of a stage are the inputs of the next.
         shapes: "static": inputs of one shape give outputs of one shape, which is learned once; "dynamic": the shape of an output
             may depend on the data, so each message says its own. The same for every stage.
+        classes: dataclasses, attrs classes, named tuples and enums among the previous stage's outputs that cannot be found by
+            name in a module that is imported here, such as those defined in a function.
+        names: where the module's parts are in the whole model, for :func:`state_dict`: from the name of a submodule, parameter
+            or buffer to the original one (``{"0": "layers.4"}``). What is not named keeps its name.
+
+    Attributes:
+        tied: tensors of this stage that other stages hold too, by name; see :func:`tie`.
+        to_tie: names of what is still to be tied, before a step can run.
 
     Raises:
         StageUsageError: the index does not fit the number of stages, the submodule is neither module nor program, both group
@@ -82,6 +93,8 @@ class PipelineStage:
         transport: Transport | None = None,
         wires: Iterable[Wire] | None = None,
         shapes: Literal["static", "dynamic"] = "static",
+        classes: Iterable[type] = (),
+        names: Mapping[str, str] | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise StageUsageError(
@@ -96,6 +109,9 @@ class PipelineStage:
         self.device = torch.device(device)
         self.transport = C10dTransport(group) if group is not None else transport
         self.submodule = submodule
+        self.names = dict(names or {})
+        self.tied: dict[str, TiedGroup] = {}
+        self.to_tie: tuple[str, ...] = ()
         self.program: StageProgram
         if isinstance(submodule, nn.Module):
             if not any(parameter.is_meta for parameter in submodule.parameters()):
@@ -107,6 +123,7 @@ class PipelineStage:
             raise StageUsageError(f"a stage runs an nn.Module or a StageProgram, got {type(submodule).__qualname__}")
         self.wires = None if wires is None else tuple(wires)
         self.shapes = shapes
+        self.classes = tuple(classes)
         self.declared_outputs = None if output_args is None else forward_meta(output_args)
         self.declared = StageMeta(
             None if input_args is None else _metas(input_args),
