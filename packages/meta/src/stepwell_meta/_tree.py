@@ -142,6 +142,11 @@ class Structure:
         """Number of tensors."""
         return _count(self.root)
 
+    @property
+    def class_names(self) -> frozenset[str]:
+        """``module:qualified name`` of every class that the structure names, for looking them up before `rebuild`."""
+        return frozenset(_class_names(self.root))
+
     def rebuild(self, leaves: Sequence[Any], *, classes: Iterable[type] = ()) -> Any:
         """The nested value, with ``leaves`` in the tensors' places.
 
@@ -277,6 +282,14 @@ def _count(tree: Tree) -> int:
     if isinstance(tree, Branch):
         return sum(_count(child) for child in tree.children)
     return 1 if isinstance(tree, Leaf) else 0
+
+
+def _class_names(tree: Tree) -> Iterator[str]:
+    if isinstance(tree, Branch):
+        if tree.type_name:
+            yield tree.type_name
+        for part in (*tree.children, *tree.keys):
+            yield from _class_names(part)
 
 
 def _build(tree: Tree, leaves: Iterator[Any], known: Mapping[str, type]) -> Any:

@@ -25,6 +25,7 @@ from stepwell_meta import (
 from stepwell_p2p import Edge, Op, OpKind, Placement, Transport, Wire, receive_values, send_values
 
 from ..plan._wiring import Wiring
+from ._classes import with_classes
 from ._link import LinkLooks, select
 from ._stage import PipelineStage
 
@@ -220,7 +221,7 @@ def _incoming(
         if told is None:
             return found
         wires = wiring.between(source, index)
-        looks = found[source, index] = _across(*told, wires)
+        looks = found[source, index] = _across(with_classes(told[0], stage.classes), told[1], wires)
         metas = looks.values[0].outputs
         places = range(len(metas)) if wires is None else [wire.input for wire in wires]
         values.update(zip(places, metas, strict=True))

@@ -9,7 +9,7 @@ that its meta names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import torch
@@ -31,6 +31,7 @@ from stepwell_meta import (
 from stepwell_meta.exceptions import PipeliningMetadataError
 from stepwell_p2p import Edge, Handle, Op, OpKind, Send, Transport, Wire, send_values
 
+from ._classes import with_classes
 from ._inbox import Expected, Inbox, Learn
 
 
@@ -177,10 +178,12 @@ class InLink(_End):
         inbox: Inbox | None,
         meshes: MeshCache,
         device: torch.device,
+        classes: Iterable[type] = (),
     ) -> None:
         super().__init__(place, transport, inbox, meshes, device)
         self.other: OutLink | None = None  # the other end, where it is local
         self._recv_ops = _numbered(OpKind.RECV_F, place.edge, place.source, place.first_message)
+        self._classes = tuple(classes)
         self._send_ops = _numbered(OpKind.SEND_B, place.edge.reverse, place.destination, place.first_gradient)
 
     @property
@@ -255,13 +258,16 @@ class InLink(_End):
             return meta.without_grad().empty(self._device, self._meshes.get(meta.mesh_key)).zero_()
         return meta.without_grad().empty(self._device).zero_()
 
+    def _learn(self, group: int, payload: bytes) -> None:
+        self.looks.values[group] = with_classes(decode(payload), self._classes)
+
     def _look(self, microbatch: int) -> Sequence[TensorMeta] | Learn | None:
         group = self.groups[microbatch]
         meta = self.looks.values.get(group)
         if meta is not None:
             return [_local(output) for output in meta.outputs]
         if microbatch in self.firsts:
-            return lambda payload: self.looks.values.__setitem__(group, decode(payload))
+            return functools.partial(self._learn, group)
         return None
 
     def _key(self, microbatch: int) -> tuple[bool, int, int, int]:
@@ -292,15 +298,17 @@ class OutLink(_End):
     def give(self, microbatch: int, leaves: Sequence[torch.Tensor], outputs: ForwardMeta) -> None:
         """Take the stage's outputs, and keep (or hand over) those that cross here."""
         group = self.groups[microbatch]
+        look = None if group in self.looks.values else select(outputs, self.place.wires)
         values = [leaves[number].detach() for number in self.numbers(len(leaves))]
         if self.other is not None:
-            self.looks.values.setdefault(group, select(outputs, self.place.wires))
+            if look is not None:
+                self.looks.values[group] = look
             # The other stage may change its inputs in place, and this one may need them in its backward: a copy for each.
             self.other.put(microbatch, [value.clone() for value in values])
-        else:
-            self._values[microbatch] = values
-            if group not in self.looks.values:
-                self._unsaid[group] = select(outputs, self.place.wires)
+            return
+        self._values[microbatch] = values
+        if look is not None:
+            self._unsaid[group] = look
 
     def send(self, microbatch: int) -> None:
         """Post the send of the values."""

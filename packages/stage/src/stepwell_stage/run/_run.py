@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -30,12 +31,17 @@ from ._stage_run import Known, StageRun, StepData
 METHODS = {
     Kind.F: "forward",
     Kind.B: "backward",
+    Kind.I: "backward_input",
+    Kind.W: "backward_weight",
     Kind.SEND_F: "send_f",
     Kind.RECV_F: "recv_f",
     Kind.SEND_B: "send_b",
     Kind.RECV_B: "recv_b",
     Kind.WAIT_F: "wait_f",
     Kind.WAIT_B: "wait_b",
+    Kind.UNSHARD: "unshard",
+    Kind.RESHARD: "reshard",
+    Kind.REDUCE_GRAD: "reduce_grads",
 }
 
 
@@ -216,7 +222,9 @@ class Run:
             )
             inbox = self._inboxes.get(ranks[source if destination == index else destination])
             if destination == index:
-                self._in_links[source, index] = InLink(place, self._transport, inbox, stage.meshes, stage.device)
+                self._in_links[source, index] = InLink(
+                    place, self._transport, inbox, stage.meshes, stage.device, stage.classes
+                )
             else:
                 self._out_links[index, destination] = OutLink(place, self._transport, inbox, stage.meshes, stage.device)
         return StageRun(
@@ -240,18 +248,20 @@ class Run:
             self._first[key] = frozenset(first.values())
         return self._first[key]
 
-    def _bind(self) -> tuple[list[Action], list[tuple[Callable[[int], None], int]]]:
-        """The plan's actions of this rank as calls. What a compute action takes from another rank it waits for just before."""
+    def _bind(self) -> tuple[list[Action], list[tuple[Callable[[Any], None], int | None]]]:
+        """The plan's actions of this rank as calls. What a compute action takes from another rank it waits for just before.
+
+        Of an overlapped pair the forward runs first: its values leave, and the gradient has more time to arrive.
+        """
         rank = self._transport.rank
         actions: list[Action] = []
-        calls: list[tuple[Callable[[int], None], int]] = []
-        for action in self._plan.actions[rank]:
+        calls: list[tuple[Callable[[Any], None], int | None]] = []
+        for action in (leaf for action in self._plan.actions[rank] for leaf in action.leaves):
             stage_run, microbatch = self._runs[action.stage], action.microbatch
-            assert microbatch is not None  # the kinds in METHODS have one, and others were refused
             if action.kind is Kind.F and any(not link.is_local for link in stage_run.in_links.values()):
                 actions.append(Action(action.stage, Kind.RECV_F, microbatch))
                 calls.append((stage_run.await_f, microbatch))
-            if action.kind is Kind.B and any(not link.is_local for link in stage_run.out_links.values()):
+            if action.kind.is_backward and any(not link.is_local for link in stage_run.out_links.values()):
                 actions.append(Action(action.stage, Kind.RECV_B, microbatch))
                 calls.append((stage_run.await_b, microbatch))
             call = getattr(stage_run, METHODS[action.kind])
