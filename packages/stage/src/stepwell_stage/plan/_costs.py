@@ -73,7 +73,7 @@ class Costs:
     backward_weight: tuple[float, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_numbers))
     overlap_gain: float = 0.0
     activation_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
-    kept_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
+    kept_bytes: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_sizes))
     output_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
     latency: float = 0.0
     bandwidth: float = math.inf
@@ -85,16 +85,9 @@ class Costs:
     reduce_grad: tuple[float, ...] = attrs.field(default=(), converter=_numbers)
 
     def __attrs_post_init__(self) -> None:
-        zeros = (0,) * len(self.forward)
-        for name, default in (
-            ("activation_bytes", zeros),
-            ("kept_bytes", self.activation_bytes or zeros),
-            ("output_bytes", zeros),
-            ("unshard", zeros),
-            ("reduce_grad", zeros),
-        ):
+        for name in ("activation_bytes", "output_bytes", "unshard", "reduce_grad"):
             if not getattr(self, name):
-                object.__setattr__(self, name, default)
+                object.__setattr__(self, name, (0,) * len(self.forward))
         for field in attrs.fields(Costs):
             value = getattr(self, field.name)
             if field.name in ("edges", "overlap", "eager") or value is None:
@@ -151,6 +144,11 @@ class Costs:
         if self.backward_weight is not None:
             return self.backward_weight
         return tuple(max(0.0, whole - part) for whole, part in zip(self.backward, self.input_costs, strict=True))
+
+    @property
+    def bytes_for_weights(self) -> tuple[int, ...]:
+        """Of each stage, what I leaves for W."""
+        return self.activation_bytes if self.kept_bytes is None else self.kept_bytes
 
     def link(self, source: int, destination: int) -> tuple[float, float]:
         """Latency and bandwidth from one rank to another."""

@@ -10,11 +10,14 @@ from array import array
 
 import attrs
 
+from stepwell_p2p._transport import Rules
+
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._costs import Costs
 from ._lower import Plan
 from ._messages import Messages
+from ._prove import prove
 from ._timeline import Event, Timeline
 
 
@@ -102,7 +105,8 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         costs: what each action and each message takes.
 
     Raises:
-        ScheduleError: costs are for another number of stages; or the plan cannot run to its end, see :func:`prove`.
+        ScheduleError: costs are for another number of stages; or as :func:`prove`.
+        DeadlockError: as :func:`prove`.
     """
     if costs.num_stages != plan.placement.num_stages:
         raise ScheduleError(
@@ -137,6 +141,7 @@ class _Clocks:
             latency, bandwidth = costs.link(edge.source, edge.destination)
             self.on_wire.append(costs.output_bytes[source] / bandwidth)
             self.flight.append(latency + costs.output_bytes[source] / bandwidth)
+        self.kept_bytes = costs.bytes_for_weights
         self.collective = [0.0 for _ in ranks]  # when a rank's collectives are through
         self.gathered = [0.0] * plan.placement.num_stages
         self.held, self.held_bytes = [0 for _ in ranks], [0 for _ in ranks]
@@ -165,11 +170,9 @@ class _Clocks:
         while self.ready:
             rank = self.ready.pop()
             position[rank] = self._advance(rank, position[rank])
-        for rank, row in enumerate(plan.actions):
-            if position[rank] < len(row):
-                raise ScheduleError(
-                    f"{plan.schedule.name}: {row[position[rank]]} on rank {rank} waits for ever; prove() says for what"
-                )
+        if any(at < len(row) for at, row in zip(position, plan.actions, strict=True)):
+            prove(plan, Rules(tagged=True, rendezvous=self.costs.overlap and not self.costs.eager))
+            raise AssertionError("a plan that is proved comes to its end")
         return Simulation(
             plan,
             max([*self.clock, *self.collective]),
@@ -321,7 +324,7 @@ class _Clocks:
             if held_bytes > self.peak_bytes[rank]:
                 self.peak_bytes[rank] = held_bytes
             return
-        kept = self.costs.kept_bytes[stage]  # what I leaves for W
+        kept = self.kept_bytes[stage]  # what I leaves for W
         if kind is I:
             self.held_bytes[rank] -= size - kept
             return
