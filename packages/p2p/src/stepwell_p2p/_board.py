@@ -34,7 +34,8 @@ class Note:
     """What one rank says about a message that it has waited for a long time.
 
     Attributes:
-        message: the op's :attr:`~stepwell_p2p.Op.message`.
+        message: the op's :attr:`~stepwell_p2p.Op.message`, and how many came under that op before: notes are read late, so only
+            the same one of several may be compared.
         words: the op for a person.
         peer: the rank at the other end.
         form: dtype and shape that this end expects, or sends.

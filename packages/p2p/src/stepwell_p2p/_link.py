@@ -43,12 +43,14 @@ class Flight:
         op: which message.
         work: the backend's handle.
         tensor: what is being read or written.
+        number: how many messages this rank had posted under the same op before: which of them this is, at both ends.
         done: whether it was waited for.
     """
 
     op: Op
     work: Any
     tensor: torch.Tensor
+    number: int
     done: bool = False
 
     @property
@@ -81,6 +83,7 @@ class Link:
         self.users = 0
         self.failure: Failure | None = None
         self.pending: dict[Any, None] = {}
+        self._counts: dict[Op, int] = {}
         name = _agree_on_name(group, device, self.timeout)
         self._store = dist.PrefixStore(f"stepwell-p2p/{name}", own_connection(group.get_group_store()))
         self.board = FailureBoard(self._store, self.rank, self.size, self, stall_after=stall_after)
@@ -163,8 +166,16 @@ class Link:
                 if not flight.done:
                     op = flight.op
                     waiting = handle.waiting_since is not None
-                    notes.append(Note(op.message, str(op), op.peer, flight.form, now - handle.posted, waiting))
+                    notes.append(
+                        Note((*op.message, flight.number), str(op), op.peer, flight.form, now - handle.posted, waiting)
+                    )
         return sorted(notes, key=lambda note: not note.waiting)
+
+    def count(self, op: Op) -> int:
+        """Count a message that is posted under an op."""
+        number = self._counts.get(op, 0)
+        self._counts[op] = number + 1
+        return number
 
     def close(self) -> None:
         """Release groups and thread."""

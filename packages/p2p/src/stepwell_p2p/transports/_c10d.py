@@ -118,17 +118,19 @@ class C10dTransport:
                 route = self._routes.get(item.op) or self._find_route(item)
                 if route.channel is None:
                     self._post_own(item, handle)
-                elif isinstance(item, Send):
+                    continue
+                assert link is not None  # only messages to oneself need none
+                if isinstance(item, Send):
                     tensor = self._outgoing(item)
                     work = route.channel.send([tensor], route.peer, route.tag_for(tensor.shape, tensor.dtype))
-                    handle.flights.append(Flight(item.op, work, tensor))
+                    handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
                 else:
                     tensor = self._incoming(item)
                     work = route.channel.recv([tensor], route.peer, route.tag_for(item.meta.shape, item.meta.dtype))
-                    handle.flights.append(Flight(item.op, work, tensor))
+                    handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
                     handle.received.append((item, tensor))
         else:
-            self._post_fifo(batch, handle)
+            self._post_fifo(batch, handle, link)
         if link is not None and handle.flights:
             link.pending[handle] = None
         return handle
@@ -235,7 +237,7 @@ class C10dTransport:
         else:
             handle.received.append((item, self._own.recv(item)))
 
-    def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch) -> None:
+    def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link) -> None:
         """Channel by channel, in the one order in which all ranks made them, each as one group call."""
         per_channel: dict[int, list[tuple[Send | Recv, _Route]]] = {}
         for item in batch:
@@ -256,7 +258,8 @@ class C10dTransport:
             works = dist.batch_isend_irecv(ops)
             for number, ((item, _), tensor) in enumerate(zip(members, tensors, strict=True)):
                 # a backend that coalesces answers with one work for all
-                handle.flights.append(Flight(item.op, works[min(number, len(works) - 1)], tensor))
+                work = works[min(number, len(works) - 1)]
+                handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
 
 
 @attrs.frozen
