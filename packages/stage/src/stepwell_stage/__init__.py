@@ -13,6 +13,7 @@ from stepwell_stage.plan._simulate import Simulation, simulate
 from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
 from stepwell_stage.run._executor import Executor, LossWeights
+from stepwell_stage.run._norm import clip_grad_norm_
 from stepwell_stage.run._program import EagerProgram, StageProgram
 from stepwell_stage.run._stage import PipelineStage
 from stepwell_stage.run._tie import Tie, TiedGroup, tie
@@ -35,6 +36,7 @@ __all__ = [
     "Tie",
     "TiedGroup",
     "Timeline",
+    "clip_grad_norm_",
     "from_perfetto",
     "lower",
     "prove",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from stepwell_meta.exceptions import StepwellError
 
-__all__ = ["ScheduleError", "StageError", "StageExecutionError", "StageUsageError"]
+__all__ = ["NonFiniteNormError", "ScheduleError", "StageError", "StageExecutionError", "StageUsageError"]
 
 
 class StageError(StepwellError):
@@ -41,3 +41,15 @@ class StageExecutionError(StageError, RuntimeError):
         self.stage = stage
         self.microbatch = microbatch
         self.action = action
+
+
+class NonFiniteNormError(StageError, RuntimeError):
+    """The gradients' norm is infinite or not a number, and the caller asked for an error then. Raised on every rank alike.
+
+    Attributes:
+        norm: the norm.
+    """
+
+    def __init__(self, message: str, *, norm: float) -> None:
+        super().__init__(message)
+        self.norm = norm

@@ -30,7 +30,7 @@ from stepwell_p2p import Edge, Op, OpKind, Recv, Send
 from ..exceptions import StageUsageError
 from ._executor import Executor
 from ._stage import PipelineStage
-from ._whole import TIE, TIED_GRADS, Word, decide, module_of
+from ._whole import TIE, TIED_GRADS, Word, decide, find, module_of
 
 
 @attrs.frozen
@@ -228,7 +228,7 @@ class Tie:
         for stage in self._executor.stages:
             for group in self.groups:
                 for index, name in group.holders:
-                    if index == stage.stage_index and _find(stage, name) is not self._own[group.name]:
+                    if index == stage.stage_index and find(stage, name) is not self._own[group.name]:
                         self._give_up(
                             f"{name!r} of stage {index} is not the tensor that was tied as {group.name!r}: it was replaced"
                             " since, as to_empty() and load_state_dict(assign=True) do; tie after that"
@@ -279,7 +279,7 @@ def _own_holders(executor: Executor, group: TiedGroup) -> list[_Holder]:
         if index not in stages:
             continue
         stage = stages[index]
-        tensor = _find(stage, name)
+        tensor = find(stage, name)
         if tensor is None:
             raise StageUsageError(
                 f"stage {index} has no parameter or buffer {name!r} to tie as {group.name!r}; names are those of the stage's"
@@ -343,15 +343,6 @@ def _share(holders: Sequence[_Holder]) -> None:
         if holder.tensor is not holders[0].tensor:
             path, _, leaf = holder.name.rpartition(".")
             setattr(module_of(holder.stage).get_submodule(path), leaf, holders[0].tensor)
-
-
-def _find(stage: PipelineStage, name: str) -> torch.Tensor | None:
-    for get in (module_of(stage).get_parameter, module_of(stage).get_buffer):
-        try:
-            return get(name)
-        except AttributeError:
-            continue
-    return None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,16 @@ def module_of(stage: PipelineStage) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
+def find(stage: PipelineStage, name: str) -> torch.Tensor | None:
+    """A parameter or buffer of the stage's module, or None."""
+    for get in (module_of(stage).get_parameter, module_of(stage).get_buffer):
+        try:
+            return get(name)
+        except AttributeError:
+            continue
+    return None
+
+
 def transport_of(stages: Stages, transport: Transport | None = None) -> Transport:
     """What joins this rank to the others.
 
