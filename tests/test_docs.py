@@ -1,11 +1,14 @@
 """The code in README.md, packages/*/README.md, the other pages at the root and docs/*.md runs, and their links lead somewhere.
 
 One page is one script: its ```python blocks run in order, in one namespace and one fresh interpreter, warnings as errors.
-Blocks in other languages (```console, ```text, …) are not run.
+Blocks in other languages (```console, ```text, …) are not run. The `>>>` examples of docstrings run too.
 """
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -16,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+PACKAGES = ["stepwell_meta", "stepwell_mesh", "stepwell_p2p", "stepwell_stage", "stepwell_graphpasses", "stepwell"]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[^`]*)$")
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
@@ -67,6 +71,21 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     assert not broken_links(page, page.read_text())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_examples_in_docstrings_hold(package: str) -> None:
+    """A `>>>` example may use its module's names and the public ones of its layer."""
+    top = importlib.import_module(package)
+    names = [info.name for info in pkgutil.walk_packages(top.__path__, f"{package}.") if "__main__" not in info.name]
+    modules = [importlib.import_module(name) for name in names]
+    doors = [top, *(module for module in modules if module.__name__.count(".") == 1 and "._" not in module.__name__)]
+    public = {name: getattr(door, name) for door in doors for name in getattr(door, "__all__", ())}
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed = [
+        module.__name__ for module in modules if doctest.testmod(module, extraglobs=public, optionflags=flags).failed
+    ]
+    assert not failed, "what was expected and what came is in the captured output"
 
 
 def test_a_page_is_one_script_with_the_lines_of_the_page() -> None:
