@@ -293,7 +293,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run the code in every README and in docs/*.md."""
+    """Run the code in every README, in docs/*.md and in docstrings."""
     _install(session, [*EVERYTHING.values()], extras=ALL_EXTRAS)
     session.run("pytest", "tests/test_docs.py", *session.posargs)
 
