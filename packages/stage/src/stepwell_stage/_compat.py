@@ -2,8 +2,17 @@
 
 * ``torch.ops.aten._unsafe_view`` (seen in 2.11 to 2.15): a reshape that autograd does not track as a view. Without it,
   :func:`non_leaf` falls back to a copy, which is right but costs one.
-* ``_raw_saved_*`` of autograd's nodes and ``unpack_hook`` of what they give (seen in 2.11 to 2.13): whether hooks stand between a
+* ``_raw_saved_*`` of autograd's nodes and ``unpack_hook`` of what they give (seen in 2.13): whether hooks stand between a
   node and what it saved. Without it, :func:`has_saved_tensor_hooks` says yes, so that no node's backward is split.
+* ``reducer.prepare_for_backward`` and ``require_forward_param_sync`` of DistributedDataParallel (seen in 2.11 to 2.13): what
+  arms its one reduction, and its broadcast of buffers. Without them a DDP stage cannot run in a pipeline.
+* ``_get_fsdp_state`` of FSDP2 modules, and of the state ``_fsdp_param_groups``, ``_is_root`` and
+  ``_root_post_backward_final_callback`` (seen in 2.13; before, ``_fsdp_param_group``, one or None): what reduces the gradients.
+  Without them an FSDP2 stage cannot run in a pipeline.
+* ``torch.distributed._composable.replicate_with_fsdp.ReplicateModule`` (seen in 2.13): FSDP2 modules that are not sharded, and
+  refuse to be told when to reshard. Without it there are no such modules.
+* ``torch.distributed._composable.replicate.DDP`` (seen in 2.11 to 2.13): the class that marks modules under the replicate() made
+  of DDP. Without it there are no such modules.
 * ``torch.utils._pytree`` (seen in 2.11 to 2.15): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 """
@@ -11,12 +20,36 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["has_saved_tensor_hooks", "non_leaf", "tree_flatten", "tree_map", "tree_unflatten"]
+try:
+    from torch.distributed._composable.replicate import DDP as _ReplicatedByDdp
+except ImportError:
+    _ReplicatedByDdp = None  # type: ignore[assignment,misc]
+try:
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule as _ReplicateModule
+except ImportError:
+    _ReplicateModule = None  # type: ignore[assignment,misc]
+
+__all__ = [
+    "has_saved_tensor_hooks",
+    "hold_back_fsdp",
+    "is_ddp_replicated",
+    "non_leaf",
+    "reduce_ddp",
+    "reduce_fsdp",
+    "tree_flatten",
+    "tree_map",
+    "tree_unflatten",
+]
 
 _unsafe_view = getattr(torch.ops.aten, "_unsafe_view", None)
 
@@ -46,3 +79,67 @@ def has_saved_tensor_hooks(node: Node) -> bool:
 @functools.cache
 def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def is_ddp_replicated(module: nn.Module) -> bool:
+    """Whether a module was given to the composable ``replicate()`` that is made of DDP."""
+    return _ReplicatedByDdp is not None and isinstance(module, _ReplicatedByDdp)
+
+
+class _Touch(torch.autograd.Function):
+    """A scalar that depends on parameters and whose backward gives them nothing: only DDP's hooks on them run."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None,) * ctx.count
+
+
+def reduce_ddp(module: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
+    """Average accumulated gradients over a DDP module's replicas, in its own buckets and with its own hooks.
+
+    Args:
+        module: the module; its forwards and backwards ran under ``no_sync()``.
+        parameters: those that have a gradient. Of others DDP finds out whether a replica used them.
+    """
+    with torch.enable_grad():
+        touched = _Touch.apply(*parameters)  # type: ignore[no-untyped-call]
+    module.reducer.prepare_for_backward([touched])
+    touched.backward()
+    module.require_forward_param_sync = (
+        True  # the next forward brings the replicas' buffers together, as after a plain step
+    )
+
+
+def hold_back_fsdp(module: FSDPModule) -> None:
+    """Let an FSDP2 module's hooks neither reshard nor reduce, until :func:`reduce_fsdp`."""
+    if _ReplicateModule is None or not isinstance(module, _ReplicateModule):
+        module.set_reshard_after_forward(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
+    module.set_requires_gradient_sync(False, recurse=False)
+
+
+def reduce_fsdp(modules: Sequence[FSDPModule]) -> None:
+    """Reduce accumulated gradients of FSDP2 modules, and end what FSDP2 takes for one backward.
+
+    Args:
+        modules: in the order of ``modules()``; held back, and held back again afterwards.
+    """
+    for module in modules:
+        module.set_is_last_backward(True)
+        module.set_requires_gradient_sync(True, recurse=False)
+    states = [module._get_fsdp_state() for module in modules]
+    for state in reversed(states):
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else reversed(groups):
+            if group is not None:
+                group.post_backward()
+    for state in states:
+        if state._is_root:
+            state._root_post_backward_final_callback()
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)

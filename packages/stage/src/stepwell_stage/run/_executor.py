@@ -13,6 +13,7 @@ from torch import nn
 from stepwell_p2p import C10dTransport, LoopbackFabric, Transport
 
 from ..exceptions import StageUsageError
+from ..plan._action import Action, Kind
 from ..plan._lower import Plan, lower
 from ..plan._schedule import Schedule
 from ..plan._timeline import Event
@@ -20,7 +21,8 @@ from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._agree import Cut
 from ._microbatch import batch_size, merge, signature, split
-from ._run import METHODS, Run
+from ._program import is_reduced, is_sharded
+from ._run import Run
 from ._stage import PipelineStage
 from ._stage_run import StepData
 
@@ -75,7 +77,14 @@ class Executor:
         self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
         placement = schedule.placement
         self.wiring = same_wiring([stage.wires for stage in self.stages], placement.num_stages)
-        self.plan = schedule if isinstance(schedule, Plan) else lower(schedule, self.wiring.links)
+        # What data-parallel stages of other ranks do is of no concern here: it changes no message.
+        self._sharded = [stage.stage_index for stage in self.stages if is_sharded(stage.program)]
+        reduced = [stage.stage_index for stage in self.stages if is_reduced(stage.program)]
+        self.plan = (
+            schedule
+            if isinstance(schedule, Plan)
+            else lower(schedule, self.wiring.links, sharded=self._sharded, reduced=reduced)
+        )
         if self.plan.links != self.wiring.links:
             raise StageUsageError(
                 f"{self.plan.schedule.name} was lowered for the links {self.plan.links}, but the stages' wires make the links"
@@ -169,7 +178,8 @@ class Executor:
         if self._eval is None:
             plan = self.plan
             if self._train.has_backward:
-                plan = lower(forward_only(plan.placement, plan.num_microbatches), plan.links)
+                forwards = forward_only(plan.placement, plan.num_microbatches)
+                plan = lower(forwards, plan.links, sharded=self._sharded)
             self._eval = Run(self.stages, plan, self.wiring, self.transport, self._loss_fn)
         with torch.no_grad():
             return self._run(self._eval, args, kwargs, target, losses, return_outputs=return_outputs)
@@ -275,9 +285,13 @@ def _check_stages(
             )
         if stage.is_last and plan.schedule.has_backward and loss_fn is None:
             raise StageUsageError(f"{plan.schedule.name} runs backward, so the last stage's rank needs a loss_fn")
-    unknown = sorted({action.kind.value for row in plan.actions for action in row if action.kind not in METHODS})
-    if unknown:
-        raise StageUsageError(f"{plan.schedule.name}: this executor does not run actions {', '.join(unknown)}")
+        if plan.schedule.has_backward and is_reduced(stage.program):
+            reduce = Action(stage.stage_index, Kind.REDUCE_GRAD)
+            if reduce not in plan.actions[transport.rank]:
+                raise StageUsageError(
+                    f"stage {stage.stage_index} is data parallel, but {plan.schedule.name} was lowered without {reduce}, so its"
+                    f" gradients would differ between replicas: pass the schedule, or lower it with reduced=[{stage.stage_index}]"
+                )
 
 
 def _check_weights(weights: LossWeights, num_microbatches: int) -> None:

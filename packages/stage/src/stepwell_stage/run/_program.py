@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +13,8 @@ from torch import nn
 from .._compat import non_leaf
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
-from ._backward import stage_backward
+from ._backward import run_deferred, run_inputs, run_whole
+from ._data_parallel import find_data_parallel
 
 
 @runtime_checkable
@@ -47,7 +50,7 @@ class StageProgram(Protocol):
 
         Args:
             microbatch: its number; its forward has run.
-            kind: B for all of it, I for the inputs' gradients only, W for the rest (then ``roots`` is empty).
+            kind: B for all of it, I for the inputs' gradients and what comes with them, W for the rest (``roots`` is empty then).
             roots: tensors to start from: outputs of :meth:`forward` that require grad, or a loss computed from them.
             grads: the gradient of each root.
 
@@ -72,13 +75,23 @@ class StageProgram(Protocol):
 class EagerProgram:
     """Runs an ``nn.Module`` as it is, with autograd.
 
-    Mutable: it holds the leaves of each microbatch between forward and backward. A plain module holds its parameters whole
-    and has no other replica, so there is nothing to unshard, reshard or reduce.
+    Mutable: it holds what each microbatch under way needs for its backward.
+
+    Args:
+        module: the module. DDP and FSDP2 modules (itself, or inside) reduce once a step and gather when told.
+        dw_builder: for a module that computes its weights' gradients itself and later: after each backward it is called for a
+            function, which is called where they are due: at once after B, in W after I.
+
+    Attributes:
+        data_parallel: the module's data-parallel side, or None where it has none.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, dw_builder: Callable[[], Callable[..., None]] | None = None) -> None:
         self.module = module
+        self.data_parallel = find_data_parallel(module)
+        self._dw_builder = dw_builder
         self._leaves: dict[int, Sequence[torch.Tensor]] = {}
+        self._left: dict[int, Callable[..., None]] = {}  # by microbatch what its W has to do
 
     def forward(
         self,
@@ -91,21 +104,58 @@ class EagerProgram:
             self._leaves[microbatch] = received
             received = [non_leaf(tensor) if tensor.requires_grad else tensor for tensor in received]
         args, kwargs = call(received)
-        return self.module(*args, **kwargs)
+        with self._microbatch():
+            return self.module(*args, **kwargs)
 
     def backward(
         self, microbatch: int, kind: Kind, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
         """See :meth:`StageProgram.backward`."""
-        if kind is not Kind.B:
-            raise StageUsageError(f"an EagerProgram runs full backwards (B), not {kind.value}")
-        return stage_backward(roots, grads, self._leaves.pop(microbatch))
+        with self._microbatch():
+            if kind is Kind.W:
+                if microbatch not in self._left:
+                    raise StageUsageError(f"W of microbatch {microbatch} needs its I first")
+                self._left.pop(microbatch)()
+                return ()
+            leaves = self._leaves.pop(microbatch)
+            if self._dw_builder is not None:
+                found = run_whole(roots, grads, leaves)
+                self._left[microbatch] = self._dw_builder()
+                if kind is Kind.B:
+                    self._left.pop(microbatch)()
+                return found
+            if kind is Kind.B:
+                return run_whole(roots, grads, leaves)
+            found, deferred = run_inputs(roots, grads, leaves)
+            self._left[microbatch] = functools.partial(run_deferred, deferred)
+            return found
 
     def unshard(self) -> None:
-        """Nothing: the parameters are whole."""
+        """See :meth:`StageProgram.unshard`."""
+        if self.data_parallel is not None:
+            self.data_parallel.unshard()
 
     def reshard(self) -> None:
-        """Nothing: the parameters stay."""
+        """See :meth:`StageProgram.reshard`."""
+        if self.data_parallel is not None:
+            self.data_parallel.reshard()
 
     def reduce_grads(self) -> None:
-        """Nothing: there is no other replica."""
+        """See :meth:`StageProgram.reduce_grads`."""
+        if self.data_parallel is not None:
+            self.data_parallel.reduce_grads()
+
+    def _microbatch(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.data_parallel is None else self.data_parallel.microbatch()
+
+
+def is_sharded(program: StageProgram) -> bool:
+    """Whether a program is to be told when to gather and free its parameters. Ours knows; others are told in any case."""
+    if not isinstance(program, EagerProgram):
+        return True
+    return program.data_parallel is not None and program.data_parallel.is_sharded
+
+
+def is_reduced(program: StageProgram) -> bool:
+    """Whether a program is to be told when to reduce its gradients; likewise."""
+    return not isinstance(program, EagerProgram) or program.data_parallel is not None

@@ -256,7 +256,7 @@ class Run:
         rank = self._transport.rank
         actions: list[Action] = []
         calls: list[tuple[Callable[[Any], None], int | None]] = []
-        for action in (leaf for action in self._plan.actions[rank] for leaf in action.leaves):
+        for action in (leaf for planned in self._plan.actions[rank] for leaf in planned.leaves):
             stage_run, microbatch = self._runs[action.stage], action.microbatch
             if action.kind is Kind.F and any(not link.is_local for link in stage_run.in_links.values()):
                 actions.append(Action(action.stage, Kind.RECV_F, microbatch))

@@ -171,6 +171,15 @@ class StageRun:
         roots, grads = self._start(microbatch)
         self._end(microbatch, self.program.backward(microbatch, Kind.B, roots, grads))
 
+    def backward_input(self, microbatch: int) -> None:
+        """Run the part of the backward that other stages wait for, and keep the inputs' gradients."""
+        roots, grads = self._start(microbatch)
+        self._end(microbatch, self.program.backward(microbatch, Kind.I, roots, grads))
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run the rest of the backward."""
+        self.program.backward(microbatch, Kind.W, (), ())
+
     def send_b(self, microbatch: int) -> None:
         """Post the sends of the inputs' gradients."""
         for link in self._remote_in:
@@ -180,6 +189,20 @@ class StageRun:
         """Wait until the inputs' gradients are sent."""
         for link in self._remote_in:
             link.wait(microbatch)
+
+    # Of all microbatches at once.
+
+    def unshard(self, _: None) -> None:
+        """Gather the parameters."""
+        self.program.unshard()
+
+    def reshard(self, _: None) -> None:
+        """Free what was gathered."""
+        self.program.reshard()
+
+    def reduce_grads(self, _: None) -> None:
+        """Reduce the gradients of the whole step."""
+        self.program.reduce_grads()
 
     def _start(self, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """From what a backward starts: outputs that require grad, with their gradients; of the last stage the loss."""
