@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepwell_p2p import C10dTransport, LoopbackFabric, Transport
+from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Transport, Wire, chain_wires
 
 from ..exceptions import StageUsageError
 from ..plan._action import Action, Kind
@@ -27,6 +27,15 @@ from ._stage import PipelineStage
 from ._stage_run import StepData
 
 LossWeights: TypeAlias = Literal["mean", "sum"] | Sequence[float]
+
+
+@runtime_checkable
+class OpensChannels(Protocol):
+    """A transport that makes and connects its channels when it is told the pipeline; called once, on every rank together."""
+
+    def open(self, placement: Placement, wires: Sequence[Wire]) -> None:
+        """Make the channels that these wires need."""
+        ...
 
 
 class Executor:
@@ -101,6 +110,7 @@ class Executor:
         _check_weights(loss_weights, self.plan.num_microbatches)
         self._train = Run(self.stages, self.plan, self.wiring, self.transport, loss_fn)
         self._eval: Run | None = None
+        self._is_open = False
 
     @property
     def is_first(self) -> bool:
@@ -194,6 +204,11 @@ class Executor:
         *,
         return_outputs: bool,
     ) -> Any:
+        if not self._is_open:
+            if isinstance(self.transport, OpensChannels):
+                wires = self.wiring.wires or chain_wires(self.wiring.num_stages)
+                self.transport.open(self.plan.placement, wires)
+            self._is_open = True
         try:
             data, cut = self._cut(args, kwargs, target, keep_outputs=return_outputs)
         except StageUsageError as error:
