@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from stepwell_stage.plan._auto import zero_bubble
 from stepwell_stage.plan._csv import from_csv, to_csv
 from stepwell_stage.plan._schedule import Schedule
 from stepwell_stage.plan.schedules._custom import custom
@@ -34,6 +35,7 @@ __all__ = [
     "to_csv",
     "zb_h1",
     "zbv",
+    "zero_bubble",
 ]
 
 BY_NAME: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(

@@ -1,0 +1,388 @@
+"""Which plan is fastest: where to cut the model, how many stages a rank, which schedule, how many microbatches.
+
+For each schedule and number of microbatches the plan is lowered once, and simulated for cuts: for all of them where these are
+few, so that the answer is exact; else starting from equal and from balanced cuts, moving one cut by one layer as long as that
+helps. What cannot beat the best so far, because a rank has that much work, is not simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import attrs
+
+from stepwell_p2p._placement import Placement
+
+from ..exceptions import ScheduleError, StageUsageError
+from ._auto import zero_bubble
+from ._costs import Costs
+from ._lower import Plan, lower
+from ._schedule import Schedule
+from ._simulate import simulate
+from .schedules._dualpipe_v import dualpipe_v
+from .schedules._gpipe import gpipe
+from .schedules._interleaved_1f1b import interleaved_1f1b
+from .schedules._looped_bfs import looped_bfs
+from .schedules._one_f_one_b import one_f_one_b
+from .schedules._zbv import zbv
+from .schedules._zero_bubble import interleaved_zero_bubble, zb_h1
+
+
+@attrs.frozen
+class Layer:
+    """What one layer, which is never cut, costs.
+
+    Attributes:
+        forward: seconds for one sample.
+        backward: seconds for one sample.
+        activation_bytes: what one sample holds from forward to backward.
+        output_bytes: what one sample hands to the next layer.
+        parameter_bytes: parameters, gradients and optimizer state.
+        overhead: seconds for every call, whatever the number of samples; of the forward, and again of the backward.
+    """
+
+    forward: float
+    backward: float
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    parameter_bytes: int = 0
+    overhead: float = 0.0
+
+
+@attrs.frozen
+class PlanChoice:
+    """One way to run the model.
+
+    Attributes:
+        schedule: who computes what, in which order.
+        cuts: the first layer of each stage.
+        costs: of its stages, for microbatches of its size.
+        makespan: seconds for one step.
+        bubble: share of all ranks' time in which they do not compute.
+        peak_bytes: for each rank, activations and parameters at most.
+    """
+
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    costs: Costs
+    makespan: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The schedule lowered."""
+        return lower(self.schedule)
+
+
+@attrs.frozen
+class PlanSearch:
+    """What :func:`plan_search` found.
+
+    Attributes:
+        best: the fastest that fits.
+        choices: the fastest of each schedule that fits, fastest first; ``best`` is the first.
+    """
+
+    best: PlanChoice
+    choices: tuple[PlanChoice, ...]
+
+
+def plan_search(
+    layers: Sequence[Layer],
+    num_ranks: int,
+    *,
+    batch_size: int,
+    memory_limit: int | None = None,
+    network: Costs | None = None,
+    num_microbatches: Iterable[int] | None = None,
+    stages_per_rank: Iterable[int] = (1, 2, 3, 4),
+    schedules: Iterable[str] | None = None,
+    most_simulations: int = 256,
+) -> PlanSearch:
+    """The fastest plan for a model, given what its layers cost.
+
+    Never slower than the best of the named schedules with as many layers on each stage. Exact, for the cuts, where a schedule has
+    no more than ``most_simulations`` of them; ``zero-bubble`` is made for the cuts that suit the others best.
+
+    Example::
+
+        found = plan_search([Layer(1e-3, 2e-3, activation_bytes=2**20)] * 12, 4, batch_size=32, memory_limit=2**28)
+        found.best.schedule.name, found.best.cuts
+
+    Args:
+        layers: in the order of the data.
+        num_ranks: number of ranks.
+        batch_size: samples of one step.
+        memory_limit: bytes of activations and parameters that a rank may hold; none by default.
+        network: latency, bandwidth, edges, overlap and per_action are taken from here; messages are free by default.
+        num_microbatches: which M to try, each a divisor of ``batch_size``; by default all divisors up to 8 times ``num_ranks``.
+        stages_per_rank: how many stages a rank may have, for schedules that leave the choice.
+        schedules: names out of ``SEARCHED``; all by default.
+        most_simulations: how many cuts to try for each schedule and M.
+
+    Raises:
+        StageUsageError: there are fewer layers than ranks, or an argument is out of range.
+        ScheduleError: nothing fits into the memory; says what would be needed.
+    """
+    layers = tuple(layers)
+    names = tuple(schedules) if schedules is not None else tuple(SEARCHED)
+    _check(layers, num_ranks, batch_size, names)
+    counts = tuple(num_microbatches) if num_microbatches is not None else tuple(_divisors(batch_size, 8 * num_ranks))
+    for count in counts:
+        if count < 1 or batch_size % count:
+            raise StageUsageError(f"{count} microbatches do not divide a batch of {batch_size}")
+    depths = sorted({n for n in stages_per_rank if n >= 1 and n * num_ranks <= len(layers)})
+    search = _Model(layers, memory_limit, network or Costs.uniform(1), batch_size, most_simulations)
+    found: dict[str, PlanChoice] = {}
+    for name in names:
+        family = SEARCHED[name]
+        for depth in (n for n in depths if family.depths is None or n in family.depths):
+            for count in sorted(
+                counts, reverse=True
+            ):  # many microbatches are mostly faster: slower ones are then ruled out
+                below = found[name].makespan if name in found else math.inf
+                choice = _Sizes(search, family, num_ranks, count, depth).best(below)
+                if choice is not None:
+                    found[name] = choice
+    if not found:
+        raise ScheduleError(search.explain(names, num_ranks))
+    choices = tuple(sorted(found.values(), key=lambda choice: choice.makespan))
+    return PlanSearch(choices[0], choices)
+
+
+@attrs.frozen
+class _Family:
+    """Schedules of one name.
+
+    Attributes:
+        make: from ranks, microbatches and stages per rank to the schedule; None for the one that is made for given costs.
+        depths: which numbers of stages per rank it can have; None for any.
+        placed_in_v: which numbers of stages per rank are placed in a V.
+    """
+
+    make: Callable[[int, int, int], Schedule] | None
+    depths: tuple[int, ...] | None = None
+    placed_in_v: tuple[int, ...] = ()
+
+    def placement(self, num_ranks: int, depth: int) -> Placement:
+        """Where its stages are."""
+        place = Placement.v if depth in self.placed_in_v else Placement.loop
+        return place(num_ranks * depth, num_ranks)
+
+
+SEARCHED: Mapping[str, _Family] = MappingProxyType(
+    {
+        "gpipe": _Family(lambda ranks, count, depth: gpipe(ranks, count), (1,)),
+        "1f1b": _Family(lambda ranks, count, depth: one_f_one_b(ranks, count), (1,)),
+        "interleaved-1f1b": _Family(lambda ranks, count, depth: interleaved_1f1b(ranks, count, stages_per_rank=depth)),
+        "looped-bfs": _Family(lambda ranks, count, depth: looped_bfs(ranks, count, stages_per_rank=depth)),
+        "zb-h1": _Family(lambda ranks, count, depth: zb_h1(ranks, count), (1,)),
+        "interleaved-zero-bubble": _Family(
+            lambda ranks, count, depth: interleaved_zero_bubble(ranks, count, stages_per_rank=depth)
+        ),
+        "zbv": _Family(lambda ranks, count, depth: zbv(ranks, count), (2,), (2,)),
+        "dualpipe-v": _Family(lambda ranks, count, depth: dualpipe_v(ranks, count), (2,), (2,)),
+        "zero-bubble": _Family(None, (1, 2), (2,)),
+    }
+)
+"""The schedules that :func:`plan_search` tries, by name."""
+
+
+def _check(layers: Sequence[Layer], num_ranks: int, batch_size: int, names: Sequence[str]) -> None:
+    if num_ranks < 1 or batch_size < 1:
+        raise StageUsageError(f"ranks and samples must be at least 1, got {num_ranks} and {batch_size}")
+    if len(layers) < num_ranks:
+        raise StageUsageError(f"{num_ranks} ranks need at least {num_ranks} layers, got {len(layers)}")
+    for name in names:
+        if name not in SEARCHED:
+            raise StageUsageError(f"no schedule is named {name!r}; there are {', '.join(SEARCHED)}")
+
+
+def _divisors(number: int, most: int) -> Iterator[int]:
+    return (count for count in range(1, min(number, most) + 1) if number % count == 0)
+
+
+class _Model:
+    """What is searched for. Keeps what the leanest of the plans that did not fit would have needed."""
+
+    def __init__(
+        self, layers: tuple[Layer, ...], limit: int | None, network: Costs, batch_size: int, most: int
+    ) -> None:
+        self.layers = layers
+        self.limit = math.inf if limit is None else limit
+        self.network = network
+        self.batch_size = batch_size
+        self.most = most
+        self.leanest: tuple[int, str] | None = None
+
+    def parts(self, cuts: tuple[int, ...]) -> list[tuple[Layer, ...]]:
+        """The layers of each stage."""
+        return [self.layers[a:b] for a, b in itertools.pairwise((*cuts, len(self.layers)))]
+
+    def costs(self, cuts: tuple[int, ...], samples: int) -> Costs:
+        """Of the stages, for microbatches of this many samples."""
+        parts = self.parts(cuts)
+        return attrs.evolve(
+            self.network,
+            forward=[sum(layer.overhead + samples * layer.forward for layer in part) for part in parts],
+            backward=[sum(layer.overhead + samples * layer.backward for layer in part) for part in parts],
+            backward_input=None,
+            backward_weight=None,
+            activation_bytes=[samples * sum(layer.activation_bytes for layer in part) for part in parts],
+            kept_bytes=None,
+            output_bytes=[samples * part[-1].output_bytes for part in parts],
+            unshard=(),
+            reduce_grad=(),
+        )
+
+    def starts(self, size: int) -> list[tuple[int, ...]]:
+        """Equal cuts, and balanced ones."""
+        equal = tuple(stage * len(self.layers) // size for stage in range(size))
+        return list(dict.fromkeys((equal, balanced([layer.forward + layer.backward for layer in self.layers], size))))
+
+    def explain(self, names: Sequence[str], num_ranks: int) -> str:
+        """Why nothing was found."""
+        if self.leanest is None and self.limit == math.inf:
+            return (
+                f"{len(self.layers)} layers on {num_ranks} ranks are too few for {', '.join(names)}, with as many stages a rank"
+                " as were asked for"
+            )
+        if self.leanest is None:
+            return f"nothing fits into {self.limit} bytes a rank: the parameters alone, or one microbatch, take more"
+        need, how = self.leanest
+        return (
+            f"nothing fits into {self.limit} bytes a rank; the leanest plan, {how}, needs {need}: use more ranks, smaller"
+            " microbatches (more of them), or recompute activations"
+        )
+
+
+@attrs.frozen
+class _Sizes:
+    """One schedule with one number of microbatches and of stages per rank, to be cut."""
+
+    model: _Model
+    family: _Family
+    num_ranks: int
+    count: int
+    depth: int
+
+    def best(self, below: float) -> PlanChoice | None:
+        """The fastest cuts, if faster than ``below``."""
+        size, model = self.num_ranks * self.depth, self.model
+        starts = model.starts(size)
+        if self.family.make is None:
+            return self._first_to_last(starts, None, below)
+        plan = lower(self.family.make(self.num_ranks, self.count, self.depth))
+        if math.comb(len(model.layers) - 1, size - 1) > model.most:
+            return self._climb(starts, plan, below)
+        every = itertools.combinations(range(1, len(model.layers)), size - 1)
+        return self._first_to_last(itertools.chain(starts, ((0, *rest) for rest in every)), plan, below)
+
+    def _first_to_last(self, many: Iterable[tuple[int, ...]], plan: Plan | None, below: float) -> PlanChoice | None:
+        best: PlanChoice | None = None
+        for cuts in many:
+            choice = self._choice(cuts, plan, below)
+            if choice is not None:
+                best, below = choice, choice.makespan
+        return best
+
+    def _climb(self, starts: list[tuple[int, ...]], plan: Plan, below: float) -> PlanChoice | None:
+        """From each start on, move one cut by one layer as long as that helps."""
+        best: PlanChoice | None = None
+        tried: set[tuple[int, ...]] = set()
+        for start in starts:
+            frontier, here = (
+                [start],
+                math.inf,
+            )  # a start may be slow and yet lead to something faster than the best so far
+            while frontier and len(tried) < self.model.most:
+                better: PlanChoice | None = None
+                for cuts in frontier:
+                    choice = None if cuts in tried else self._choice(cuts, plan, here)
+                    tried.add(cuts)
+                    if choice is not None:
+                        better, here = choice, choice.makespan
+                frontier = [] if better is None else list(_neighbours(better.cuts, len(self.model.layers)))
+                if better is not None and better.makespan < below:
+                    best, below = better, better.makespan
+        return best
+
+    def _choice(self, cuts: tuple[int, ...], plan: Plan | None, below: float) -> PlanChoice | None:
+        """These cuts, if they fit and take less than ``below`` seconds."""
+        costs = self.model.costs(cuts, self.model.batch_size // self.count)
+        placement = self.family.placement(self.num_ranks, self.depth)
+        if self._least(costs, placement) >= below:
+            return None
+        held = [0] * self.num_ranks
+        for rank, part in zip(placement.ranks, self.model.parts(cuts), strict=True):
+            held[rank] += sum(layer.parameter_bytes for layer in part)
+        if plan is None:
+            room = None if self.model.limit == math.inf else [int(self.model.limit) - parameters for parameters in held]
+            try:
+                plan = lower(zero_bubble(placement, self.count, costs, memory_limit=room))
+            except ScheduleError:  # not even one microbatch fits
+                return None
+        simulation = simulate(plan, costs)
+        peaks = tuple(peak + parameters for peak, parameters in zip(simulation.peak_bytes, held, strict=True))
+        if max(peaks) > self.model.limit:
+            need = max(peaks), f"{plan.schedule.name} with M = {self.count} and {self.depth} stages a rank"
+            self.model.leanest = min(self.model.leanest or need, need)
+            return None
+        if simulation.makespan >= below:
+            return None
+        return PlanChoice(plan.schedule, cuts, costs, simulation.makespan, simulation.bubble, peaks)
+
+    def _least(self, costs: Costs, placement: Placement) -> float:
+        """What no schedule can go below: a rank's first input has to get there, and then there is all its work."""
+        least = reached = 0.0
+        work = [0.0] * self.num_ranks
+        for stage, rank in enumerate(placement.ranks):
+            forward, backward = costs.forward[stage], costs.backward[stage]
+            split = costs.input_costs[stage] + costs.weight_costs[stage]
+            work[rank] += self.count * max(
+                forward + min(backward, split) - costs.overlap_gain * min(forward, backward), 0.0
+            )
+        for stage, rank in enumerate(placement.ranks):
+            if stage == placement.ranks.index(rank):
+                least = max(least, reached + work[rank])
+            reached += costs.forward[stage]
+        return least
+
+
+def balanced(times: Sequence[float], size: int) -> tuple[int, ...]:
+    """Cuts of layers into stages whose slowest stage is as fast as can be: bisection on the bound of a stage's time."""
+    sums = sorted({sum(times[a:b]) for a in range(len(times)) for b in range(a + 1, len(times) + 1)})
+    low, high = 0, len(sums) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fill(times, sums[middle], size) is not None else (middle + 1, high)
+    cuts = _fill(times, sums[low], size)
+    assert cuts is not None  # the largest bound, all layers together, always has cuts
+    return cuts
+
+
+def _fill(times: Sequence[float], bound: float, size: int) -> tuple[int, ...] | None:
+    """Cuts into ``size`` stages of at most ``bound`` each, filled from the front; None if there are none."""
+    bound *= 1 + 1e-12  # sums in another order may differ in the last bit
+    cuts, total = [0], 0.0
+    for number, seconds in enumerate(times):
+        needed = len(times) - number <= size - len(cuts)  # a layer for every stage that is left
+        if number and (needed or total + seconds > bound):
+            cuts.append(number)
+            total = 0.0
+        total += seconds
+        if total > bound:
+            return None
+    return tuple(cuts) if len(cuts) == size else None
+
+
+def _neighbours(cuts: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
+    for number in range(1, len(cuts)):
+        end = cuts[number + 1] if number + 1 < len(cuts) else num_layers
+        for moved in (cuts[number] - 1, cuts[number] + 1):
+            if cuts[number - 1] < moved < end:
+                yield (*cuts[:number], moved, *cuts[number + 1 :])

@@ -1,0 +1,196 @@
+"""The search for a plan, against trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepwell_stage import Costs, Layer, lower, plan_search, simulate
+from stepwell_stage.exceptions import ScheduleError, StageUsageError
+from stepwell_stage.plan._search import SEARCHED, balanced
+from stepwell_stage.schedules import BY_NAME, gpipe, interleaved_1f1b, one_f_one_b, zbv
+
+NETWORK = Costs.uniform(1, latency=0.1, bandwidth=10.0)
+
+
+def some_layers(rng: random.Random, count: int) -> list[Layer]:
+    return [
+        Layer(
+            rng.randint(1, 6),
+            rng.randint(2, 9),
+            activation_bytes=rng.randint(0, 4),
+            output_bytes=rng.randint(0, 3),
+            parameter_bytes=rng.randint(0, 9),
+            overhead=rng.choice([0.0, 0.5]),
+        )
+        for _ in range(count)
+    ]
+
+
+def everything(layers: list[Layer], num_ranks: int, batch: int, limit: int | None) -> Iterator[float]:
+    """The makespan of every plan that fits: all cuts, schedules, stages per rank and numbers of microbatches."""
+    for count in (m for m in range(1, batch + 1) if batch % m == 0):
+        for schedule in (
+            gpipe(num_ranks, count),
+            one_f_one_b(num_ranks, count),
+            *(interleaved_1f1b(num_ranks, count, stages_per_rank=n) for n in (1, 2) if n * num_ranks <= len(layers)),
+            *([zbv(num_ranks, count)] if 2 * num_ranks <= len(layers) else []),
+        ):
+            plan, size = lower(schedule), schedule.placement.num_stages
+            for rest in itertools.combinations(range(1, len(layers)), size - 1):
+                parts = [layers[a:b] for a, b in itertools.pairwise((0, *rest, len(layers)))]
+                samples = batch // count
+                costs = Costs(
+                    [sum(layer.overhead + samples * layer.forward for layer in part) for part in parts],
+                    [sum(layer.overhead + samples * layer.backward for layer in part) for part in parts],
+                    activation_bytes=[samples * sum(layer.activation_bytes for layer in part) for part in parts],
+                    output_bytes=[samples * part[-1].output_bytes for part in parts],
+                    latency=0.1,
+                    bandwidth=10.0,
+                )
+                simulation = simulate(plan, costs)
+                held = list(simulation.peak_bytes)
+                for rank, part in zip(schedule.placement.ranks, parts, strict=True):
+                    held[rank] += sum(layer.parameter_bytes for layer in part)
+                if limit is None or max(held) <= limit:
+                    yield simulation.makespan
+
+
+@given(seed=st.integers(0, 2**32), num_ranks=st.integers(1, 3), batch=st.sampled_from([1, 2, 4]))
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_small_cases_are_exact(seed: int, num_ranks: int, batch: int) -> None:
+    rng = random.Random(seed)
+    layers = some_layers(rng, rng.randint(num_ranks, 6))
+    limit = rng.choice([None, 30, 60])
+    names = ["gpipe", "1f1b", "interleaved-1f1b", "zbv"]
+    best = min(everything(layers, num_ranks, batch, limit), default=None)
+    if best is None:
+        with pytest.raises(ScheduleError, match="nothing fits into"):
+            plan_search(
+                layers,
+                num_ranks,
+                batch_size=batch,
+                memory_limit=limit,
+                network=NETWORK,
+                schedules=names,
+                stages_per_rank=(1, 2),
+            )
+        return
+    found = plan_search(
+        layers,
+        num_ranks,
+        batch_size=batch,
+        memory_limit=limit,
+        network=NETWORK,
+        schedules=names,
+        stages_per_rank=(1, 2),
+    )
+    assert found.best.makespan == pytest.approx(best)
+    assert limit is None or max(found.best.peak_bytes) <= limit
+
+
+def test_what_is_found_is_what_it_says() -> None:
+    found = plan_search(some_layers(random.Random(1), 7), 3, batch_size=6, network=NETWORK)
+    assert [choice.makespan for choice in found.choices] == sorted(choice.makespan for choice in found.choices)
+    assert found.best is found.choices[0]
+    assert {choice.schedule.name for choice in found.choices} <= set(SEARCHED)
+    for choice in found.choices:
+        assert simulate(choice.plan, choice.costs).makespan == choice.makespan
+        assert choice.cuts[0] == 0
+        assert len(choice.cuts) == choice.schedule.placement.num_stages
+        assert 6 % choice.schedule.num_microbatches == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_p156_large_cases_cover_all_layers_and_beat_equal_cuts(seed: int) -> None:
+    layers = some_layers(random.Random(seed), 30)
+    batch, num_ranks = 8, 4
+    found = plan_search(
+        layers,
+        num_ranks,
+        batch_size=batch,
+        network=NETWORK,
+        stages_per_rank=(1, 2),
+        num_microbatches=[8],
+        most_simulations=40,
+    )
+    assert sum(map(len, (range(a, b) for a, b in itertools.pairwise((*found.best.cuts, 30))))) == 30
+    for name, make in BY_NAME.items():
+        schedule = make(num_ranks, 8)
+        size = schedule.placement.num_stages
+        cuts = [stage * 30 // size for stage in range(size)]
+        parts = [layers[a:b] for a, b in itertools.pairwise((*cuts, 30))]
+        costs = Costs(
+            [sum(layer.overhead + layer.forward for layer in part) for part in parts],
+            [sum(layer.overhead + layer.backward for layer in part) for part in parts],
+            output_bytes=[part[-1].output_bytes for part in parts],
+            latency=0.1,
+            bandwidth=10.0,
+        )
+        assert found.best.makespan <= simulate(lower(schedule), costs).makespan, name
+
+
+def test_memory_decides_between_schedules() -> None:
+    layers = [Layer(1.0, 2.0, activation_bytes=10)] * 4
+    plenty, little = (
+        plan_search(
+            layers,
+            4,
+            batch_size=16,
+            memory_limit=limit,
+            num_microbatches=[16],
+            schedules=["gpipe", "1f1b"],
+            network=NETWORK,
+        )
+        for limit in (160, 40)
+    )
+    assert {choice.schedule.name for choice in plenty.choices} == {"gpipe", "1f1b"}
+    assert [choice.schedule.name for choice in little.choices] == ["1f1b"]
+    with pytest.raises(
+        ScheduleError, match=r"nothing fits into 39 bytes a rank; the leanest plan, 1f1b with M = 16 .* needs 40: use"
+    ):
+        plan_search(layers, 4, batch_size=16, memory_limit=39, num_microbatches=[16], schedules=["gpipe", "1f1b"])
+
+
+def test_overhead_decides_the_number_of_microbatches() -> None:
+    cheap, dear = (
+        plan_search([Layer(1.0, 2.0, overhead=overhead)] * 2, 2, batch_size=16, schedules=["1f1b"]).best
+        for overhead in (0.0, 50.0)
+    )
+    assert cheap.schedule.num_microbatches == 16
+    assert dear.schedule.num_microbatches <= 2
+
+
+@given(times=st.lists(st.integers(1, 20), min_size=1, max_size=9), size=st.integers(1, 9))
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_balanced_cuts_have_the_smallest_largest_stage(times: list[int], size: int) -> None:
+    size = min(size, len(times))
+    ways = [
+        max(sum(times[a:b]) for a, b in itertools.pairwise((0, *rest, len(times))))
+        for rest in itertools.combinations(range(1, len(times)), size - 1)
+    ]
+    cuts = balanced(times, size)
+    assert len(cuts) == size
+    assert max(sum(times[a:b]) for a, b in itertools.pairwise((*cuts, len(times)))) == min(ways)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_ranks": 0}, "ranks and samples must be at least 1, got 0 and 4"),
+        ({"num_ranks": 5}, "5 ranks need at least 5 layers, got 4"),
+        ({"batch_size": 0}, "ranks and samples must be at least 1"),
+        ({"num_microbatches": [3]}, "3 microbatches do not divide a batch of 4"),
+        ({"schedules": ["mine"]}, "no schedule is named 'mine'; there are gpipe, 1f1b"),
+        ({"schedules": ["zbv"], "num_ranks": 3}, "4 layers on 3 ranks are too few for zbv"),
+    ],
+)
+def test_what_cannot_be_searched(change: dict[str, object], sentence: str) -> None:
+    arguments: dict[str, object] = {"num_ranks": 2, "batch_size": 4, **change}
+    with pytest.raises((StageUsageError, ScheduleError), match=sentence):
+        plan_search([Layer(1.0, 1.0)] * 4, **arguments)  # type: ignore[arg-type]
