@@ -9,6 +9,7 @@ from stepwell_stage.plan._perfetto import from_perfetto, to_perfetto
 from stepwell_stage.plan._png import to_png
 from stepwell_stage.plan._prove import PlanProof, prove
 from stepwell_stage.plan._schedule import Schedule
+from stepwell_stage.plan._search import Layer, PlanChoice, PlanSearch, plan_search
 from stepwell_stage.plan._simulate import Simulation, simulate
 from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
@@ -16,6 +17,7 @@ from stepwell_stage.run._executor import Executor, LossWeights
 from stepwell_stage.run._norm import clip_grad_norm_
 from stepwell_stage.run._program import EagerProgram, StageProgram
 from stepwell_stage.run._stage import PipelineStage
+from stepwell_stage.run._state import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
 from stepwell_stage.run._tie import Tie, TiedGroup, tie
 
 __all__ = [
@@ -26,10 +28,13 @@ __all__ = [
     "Event",
     "Executor",
     "Kind",
+    "Layer",
     "LossWeights",
     "PipelineStage",
     "Plan",
+    "PlanChoice",
     "PlanProof",
+    "PlanSearch",
     "Schedule",
     "Simulation",
     "StageProgram",
@@ -38,9 +43,14 @@ __all__ = [
     "Timeline",
     "clip_grad_norm_",
     "from_perfetto",
+    "load_optimizer_state_dict",
+    "load_state_dict",
     "lower",
+    "optimizer_state_dict",
+    "plan_search",
     "prove",
     "simulate",
+    "state_dict",
     "tie",
     "to_perfetto",
     "to_png",
