@@ -15,11 +15,17 @@
   of DDP. Without it there are no such modules.
 * ``torch.utils._pytree`` (seen in 2.11 to 2.15): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
+
+The schedules of ``torch.distributed.pipelining`` call private methods of stages: those in ``run/_torch_stage.py`` (seen in 2.13).
+:func:`is_torch_stage_name` says whether a name that is not there is one of them, for a message. To let the stages vote, schedules
+ask whether they are torch's own; :func:`join_torch_stages` makes ours such. Without it, nothing is voted on, and the first
+microbatch always runs through.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +46,7 @@ except ImportError:
     _ReplicateModule = None  # type: ignore[assignment,misc]
 
 __all__ = [
-    "has_saved_tensor_hooks",
+    "has_saved_tensor_hooks", "is_torch_stage_name", "join_torch_stages",
     "hold_back_fsdp",
     "is_ddp_replicated",
     "non_leaf",
@@ -74,6 +80,19 @@ def has_saved_tensor_hooks(node: Node) -> bool:
             if getattr(tensor, "unpack_hook", node) is not None:
                 return True
     return False
+
+
+def join_torch_stages(kind: type) -> None:
+    """Make a class count as one of torch's pipeline stages, where its schedules are in use."""
+    module = sys.modules.get("torch.distributed.pipelining")
+    if module is not None and not issubclass(kind, module.PipelineStage):
+        module.PipelineStage.register(kind)
+
+
+def is_torch_stage_name(name: str) -> bool:
+    """Whether torch's pipeline stages have a method or property of this name."""
+    module = sys.modules.get("torch.distributed.pipelining")
+    return module is not None and hasattr(module.PipelineStage, name)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ outcome comes back. So every rank goes on with the same facts, or raises the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -27,7 +27,9 @@ from stepwell_p2p import Edge, Op, OpKind, Placement, Transport, Wire, receive_v
 from ..plan._wiring import Wiring
 from ._classes import with_classes
 from ._link import LinkLooks, select
-from ._stage import PipelineStage
+
+if TYPE_CHECKING:
+    from ._stage import PipelineStage
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -364,6 +365,12 @@ class OutLink(_End):
 
     def _key(self, microbatch: int) -> tuple[bool, int, int, int]:
         return (False, self.place.source, self.place.destination, microbatch)
+
+
+def forward_meta(value: Any) -> ForwardMeta:
+    """Metas and structure of a stage's outputs, or of an example of them."""
+    outputs = normalize_outputs(value)
+    return ForwardMeta(extract_metas(outputs.leaves), outputs.structure)
 
 
 def same_look(tensor: torch.Tensor, meta: AnyMeta) -> bool:

@@ -9,55 +9,69 @@ import torch
 
 from .._compat import tree_flatten, tree_unflatten
 from ..exceptions import StageUsageError
+from ._chunks import BY_RULE, TensorChunkSpec, cut, flatten, has_rows, is_shared_mask, merge_chunks, rows
 
 
-def split(value: Any, num_microbatches: int, *, what: str) -> list[Any]:
-    """Cut every tensor of a nested value along dim 0 into ``num_microbatches`` parts whose sizes differ by at most one.
+def split(value: Any, num_microbatches: int, *, what: str, spec: Any = BY_RULE) -> list[Any]:
+    """Cut the tensors of a nested value into ``num_microbatches`` parts whose sizes differ by at most one.
 
-    The batch size is that of the first tensor with a dim 0 other than 1. Tensors with that dim 0 are cut. Tensors of no
-    dimension, or of size 1 in dim 0 (a mask for all samples), and all that is no tensor go to every microbatch as they are.
+    Without a spec, the batch size is that of the first tensor with a dim 0 other than 1, and tensors of that size are cut along
+    it. Tensors of no dimension, or of size 1 in dim 0 (a mask for all samples), and all that is no tensor go to every microbatch
+    as they are.
 
     Args:
         value: any nesting of the containers that torch's pytree knows.
         num_microbatches: M.
         what: the value's name, for messages.
+        spec: for each value, or for all inside it, a :class:`TensorChunkSpec`, None for one that is shared, or ``BY_RULE``.
 
     Raises:
-        StageUsageError: the batch is smaller than M, or tensors disagree about its size.
+        StageUsageError: the batch is smaller than M, tensors disagree about its size, or a spec does not fit.
     """
-    leaves, structure = tree_flatten(value)
-    cuttable = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] != 1]
-    size = cuttable[0].shape[0] if cuttable else None
-    for leaf in cuttable:
-        if leaf.shape[0] != size:
+    leaves, structure, given = flatten(value, spec, what=what)
+    by_rule = [leaf for leaf, one in zip(leaves, given, strict=True) if one is BY_RULE]
+    size = _common_size(by_rule, num_microbatches, what)
+    specs = [
+        (TensorChunkSpec(0) if size is not None and _dim_0(leaf) == size else None) if one is BY_RULE else one
+        for leaf, one in zip(leaves, given, strict=True)
+    ]
+    for leaf, one in zip(leaves, specs, strict=True):
+        if one is not None and not is_shared_mask(leaf) and rows(leaf, one) < num_microbatches:
             raise StageUsageError(
-                f"{what}: tensors of a batch have the same size in dim 0, or size 1 to be shared by all microbatches;"
-                f" got {size} and {leaf.shape[0]} (shape {tuple(leaf.shape)})"
-            )
-    if size is None:
-        if num_microbatches > 1 and any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in leaves):
-            raise StageUsageError(
-                f"{what}: a batch of 1 cannot be cut into {num_microbatches} microbatches;"
+                f"{what}: a batch of {rows(leaf, one)} cannot be cut into {num_microbatches} microbatches;"
                 " give at least as many samples as microbatches"
             )
-    elif size < num_microbatches:
+    return [tree_unflatten(part, structure) for part in cut(leaves, specs, num_microbatches)]
+
+
+def _common_size(leaves: Sequence[Any], num_microbatches: int, what: str) -> int | None:
+    """The size of the batch, by the values that no spec says how to cut; None where none of them is to be cut."""
+    sizes = [(leaf, size) for leaf in leaves if (size := _dim_0(leaf)) not in (None, 1)]
+    for leaf, size in sizes:
+        if size != sizes[0][1]:
+            raise StageUsageError(
+                f"{what}: tensors of a batch have the same size in dim 0, or size 1 to be shared by all microbatches;"
+                f" got {sizes[0][1]} and {size} (shape {tuple(leaf.shape)})"
+            )
+    if not sizes and num_microbatches > 1 and any(_dim_0(leaf) == 1 for leaf in leaves):
         raise StageUsageError(
-            f"{what}: a batch of {size} cannot be cut into {num_microbatches} microbatches;"
+            f"{what}: a batch of 1 cannot be cut into {num_microbatches} microbatches;"
             " give at least as many samples as microbatches"
         )
-    cut = [
-        leaf.tensor_split(num_microbatches)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-        else (leaf,) * num_microbatches
-        for leaf in leaves
-    ]
-    return [tree_unflatten([parts[m] for parts in cut], structure) for m in range(num_microbatches)]
+    return sizes[0][1] if sizes else None
 
 
-def batch_size(value: Any) -> int:
-    """Samples in a microbatch: dim 0 of its first tensor that has one, else 1."""
-    leaves, _ = tree_flatten(value)
-    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), 1)
+def _dim_0(leaf: Any) -> int | None:
+    return rows(leaf, TensorChunkSpec(0)) if has_rows(leaf) else None
+
+
+def batch_size(value: Any, spec: Any = BY_RULE) -> int:
+    """Samples in a microbatch: the rows of the first tensor that was cut, along the dim that it was cut along; 1 if none was."""
+    leaves, _, specs = flatten(value, spec, what="microbatch")
+    for leaf, one in zip(leaves, specs, strict=True):
+        if one is not None and has_rows(leaf):
+            return rows(leaf, TensorChunkSpec(0) if one is BY_RULE else one)
+    return 1
 
 
 def signature(value: Any) -> tuple[Any, ...]:
@@ -69,29 +83,13 @@ def signature(value: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def merge(parts: Sequence[Any]) -> Any:
-    """Put the outputs of all microbatches together again: tensors along dim 0, scalars stacked, the rest from the first.
-
-    Args:
-        parts: one value per microbatch, all of the same structure.
+def merge(parts: Sequence[Any], spec: Any = None) -> Any:
+    """Put the outputs of all microbatches together again; see :func:`merge_chunks`.
 
     Raises:
-        StageUsageError: the microbatches' outputs differ in structure.
+        StageUsageError: the microbatches' outputs differ in structure, or the spec does not fit them.
     """
-    flat = [tree_flatten(part) for part in parts]
-    structure = flat[0][1]
-    for microbatch, (_, other) in enumerate(flat):
-        if other != structure:
-            raise StageUsageError(
-                f"outputs of microbatch {microbatch} have the structure {other}, those of microbatch 0 {structure}:"
-                " they cannot be put together; pass return_outputs=False"
-            )
-    merged = []
-    for values in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not isinstance(values[0], torch.Tensor):
-            merged.append(values[0])
-        elif values[0].dim() == 0:
-            merged.append(torch.stack(values))
-        else:
-            merged.append(torch.cat(values))
-    return tree_unflatten(merged, structure)
+    try:
+        return merge_chunks(parts, spec)
+    except StageUsageError as error:
+        raise StageUsageError(f"outputs of the microbatches: {error}; pass return_outputs=False") from error

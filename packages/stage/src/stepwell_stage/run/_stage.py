@@ -11,7 +11,6 @@ from torch import nn
 from stepwell_mesh import GetMesh, MeshCache
 from stepwell_meta import (
     AnyMeta,
-    ForwardMeta,
     InferenceMode,
     StageMeta,
     extract_meta,
@@ -24,17 +23,20 @@ from stepwell_p2p import C10dTransport, Transport, Wire
 
 from .._compat import tree_flatten
 from ..exceptions import StageUsageError
+from ._link import forward_meta
 from ._program import EagerProgram, StageProgram
+from ._torch_stage import TorchStage
 
 if TYPE_CHECKING:
     from ._tie import TiedGroup
 
 
-class PipelineStage:
+class PipelineStage(TorchStage):
     """A piece of the model that is stage ``stage_index`` of ``num_stages``.
 
-    Mutable only in what it holds, the module. How many microbatches it runs, in which order, and what it exchanges with whom is
-    the :class:`Executor`'s matter.
+    Mutable in what it holds, the module, and in what a schedule of torch makes of it. How many microbatches it runs, in which
+    order, and what it exchanges with whom is the :class:`Executor`'s matter, or that of a schedule of
+    ``torch.distributed.pipelining``, whose stages' methods it has too.
 
     Example::
 
@@ -107,7 +109,12 @@ class PipelineStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device)
+        self.group = group
         self.transport = C10dTransport(group) if group is not None else transport
+        if self.transport is not None and self.transport.size > num_stages:
+            raise StageUsageError(
+                f"the pipeline's group has {self.transport.size} ranks for {num_stages} stages: give every rank a stage"
+            )
         self.submodule = submodule
         self.names = dict(names or {})
         self.tied: dict[str, TiedGroup] = {}
@@ -166,12 +173,6 @@ class PipelineStage:
 
     def __repr__(self) -> str:
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {type(self.submodule).__name__}, {self.device})"
-
-
-def forward_meta(value: Any) -> ForwardMeta:
-    """Metas and structure of a stage's outputs, or of an example of them."""
-    outputs = normalize_outputs(value)
-    return ForwardMeta(extract_metas(outputs.leaves), outputs.structure)
 
 
 def _metas(example: Any) -> tuple[AnyMeta, ...]:

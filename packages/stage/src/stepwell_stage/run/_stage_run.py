@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -18,8 +18,10 @@ from stepwell_meta.exceptions import PipeliningMetadataError
 
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
-from ._link import InLink, LinkLooks, OutLink, same_look
-from ._stage import PipelineStage, forward_meta
+from ._link import InLink, LinkLooks, OutLink, forward_meta, same_look
+
+if TYPE_CHECKING:
+    from ._stage import PipelineStage
 
 
 @attrs.define
@@ -122,15 +124,15 @@ class StageRun:
         for link in self._remote_in:
             link.arrive(microbatch)
 
-    def forward(self, microbatch: int) -> None:
-        """Run the module, and on the last stage the loss."""
+    def forward(self, microbatch: int) -> Any:
+        """Run the module, and on the last stage the loss; gives what the module returned."""
         received: list[torch.Tensor] = []
         for link in self.in_links.values():
             received += link.take(microbatch, with_grad=self.has_backward)
         value = self.program.forward(microbatch, received, functools.partial(self._call, microbatch))
         if self.stage.is_last:
             self._finish(microbatch, value)
-            return
+            return value
         outputs = normalize_outputs(value)
         group = self._groups[microbatch]
         look = self._outputs.get(group)
@@ -143,6 +145,7 @@ class StageRun:
             self._roots[microbatch] = {number: leaf for number, (leaf, meta) in pairs if meta.requires_grad}
         for out in self.out_links.values():
             out.give(microbatch, outputs.leaves, look)
+        return value
 
     def send_f(self, microbatch: int) -> None:
         """Post the sends of the outputs."""

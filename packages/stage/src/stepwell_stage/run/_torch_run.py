@@ -1,0 +1,336 @@
+"""A stage under schedules of torch: what :class:`StageRun` does, with messages left to the schedule.
+
+The stage run posts its messages to an :class:`OpsTransport`, which keeps them as ``torch.distributed.P2POp``s; the schedule takes
+these, runs them when it likes, and calls the stage when they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from stepwell_meta import ForwardMeta, TensorMeta
+from stepwell_meta.exceptions import PipeliningMetadataError
+from stepwell_p2p import C10dTransport, Edge, Recv, Rules, Send, Transport
+
+from .._compat import tree_flatten, tree_map
+from ..exceptions import StageUsageError
+from ..plan._action import Kind
+from ..plan._wiring import Wiring
+from ._inbox import Inbox
+from ._link import InLink, LinkLooks, LinkPlace, OutLink
+from ._program import StageProgram
+from ._stage_run import Known, StageRun, StepData
+
+if TYPE_CHECKING:
+    from ._stage import PipelineStage
+
+
+class OpsTransport:
+    """Messages as torch's ops, for somebody else to run. Mutable: it keeps them until they are taken.
+
+    Implements :class:`stepwell_p2p.Transport` but for its promise to start what is posted.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        if not isinstance(inner, C10dTransport):
+            raise StageUsageError(
+                f"torch's schedules send over a process group, and a {type(inner).__qualname__} has none: give the stage a group,"
+                " or run it with stepwell_stage.Executor"
+            )
+        self.rank = inner.rank
+        self.size = inner.size
+        self.rules: Rules = inner.rules
+        self._inner = inner
+        self._ops: list[dist.P2POp] = []
+
+    def post(self, batch: Sequence[Send | Recv]) -> _Later:
+        """Keep the messages; the handle is waited for when they have been run."""
+        ops = self._inner.as_p2p_ops(batch)
+        self._ops += ops
+        return _Later(
+            [(item.meta, op, self._inner.device) for item, op in zip(batch, ops, strict=True) if isinstance(item, Recv)]
+        )
+
+    def take(self) -> list[dist.P2POp]:
+        """The messages since the last call."""
+        ops, self._ops = self._ops, []
+        return ops
+
+    def abort(self, reason: str, **where: Any) -> None:
+        """Tell the other ranks."""
+        self._inner.abort(reason, **where)
+
+    def close(self) -> None:
+        """Nothing: the transport belongs to the stage."""
+
+
+@attrs.frozen(eq=False)
+class _Later:
+    """A handle on messages that somebody else runs."""
+
+    received: Sequence[tuple[TensorMeta, dist.P2POp, torch.device]]
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        return tuple(_as_described(op.tensor, meta, device) for meta, op, device in self.received)
+
+
+def _as_described(tensor: torch.Tensor, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    stride = meta.as_dense().stride
+    if tensor.device == device and tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(meta.shape, stride, dtype=meta.dtype, device=device).copy_(tensor)
+
+
+class _HandedOut(OutLink):
+    """A link to the next stage on the same rank: the schedule hands the values over."""
+
+    def give(self, microbatch: int, leaves: Sequence[torch.Tensor], outputs: ForwardMeta) -> None:
+        """Nothing, see above."""
+
+
+class TorchRun(StageRun):
+    """One stage under a schedule of torch; mutable, used by one thread.
+
+    Args:
+        stage: the stage.
+        transport: an :class:`OpsTransport`, or while the stage finds out what crosses, one that sends.
+        ranks: the rank of each stage.
+        chunks: number of microbatches.
+        has_backward: whether backwards follow.
+        program: what computes.
+
+    Attributes:
+        looks: what crosses each link of this stage; all that it needs to know.
+        input_grads: gradients of the received values of each microbatch, until they are sent or handed over.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        transport: Transport,
+        ranks: Mapping[int, int],
+        *,
+        chunks: int,
+        has_backward: bool,
+        program: StageProgram,
+    ) -> None:
+        index = stage.stage_index
+        wiring = Wiring(stage.num_stages, stage.wires)
+        self._inboxes = {rank: Inbox(transport) for rank in range(transport.size) if rank != transport.rank}
+
+        def place(source: int, destination: int) -> LinkPlace:
+            if ranks[source] == ranks[destination] and destination != source + 1:
+                raise StageUsageError(
+                    f"stages {source} and {destination} are on one rank with others between them, and torch's schedules hand"
+                    " values only to the next stage: run such wires with stepwell_stage.Executor"
+                )
+            return LinkPlace(
+                source,
+                destination,
+                Edge(ranks[source], ranks[destination]),
+                wiring.between(source, destination),
+                wiring.first_message(source, destination),
+                wiring.first_gradient(source, destination),
+            )
+
+        ins = [
+            InLink(
+                place(source, index),
+                transport,
+                self._inboxes.get(ranks[source]),
+                stage.meshes,
+                stage.device,
+                stage.classes,
+            )
+            for source in wiring.sources(index)
+        ]
+        outs = [
+            (OutLink if ranks[destination] != ranks[index] else _HandedOut)(
+                place(index, destination), transport, self._inboxes.get(ranks[destination]), stage.meshes, stage.device
+            )
+            for destination in wiring.destinations(index)
+        ]
+        super().__init__(stage, ins, outs, None, has_backward=has_backward)
+        self.program = program
+        self.chunks = chunks
+        self.looks: dict[tuple[int, int], LinkLooks] = {}
+        self.input_grads: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        self.args: list[tuple[Any, ...]] = []
+        self.kwargs: list[Mapping[str, Any]] = []
+        self._arrivals: set[tuple[bool, int]] = set()
+        self.clear()
+
+    @property
+    def output_meta(self) -> ForwardMeta | None:
+        """What the stage's outputs look like, once known."""
+        return self._outputs.get(0)
+
+    def learn(
+        self, looks: Mapping[tuple[int, int], LinkLooks], outputs: ForwardMeta | None, *, first: bool = False
+    ) -> None:
+        """Take what crosses.
+
+        Args:
+            looks: by link of this stage.
+            outputs: what the stage returns, if known.
+            first: whether nothing has crossed yet, so that messages say what they carry.
+        """
+        groups = [0] * self.chunks
+        self.looks = dict(looks)
+        known = Known(groups, {self.index: {} if outputs is None else {0: outputs}}, self.looks)
+        self.know(known)
+        firsts = frozenset((0,)) if first else frozenset[int]()
+        for link in (*self.in_links.values(), *self.out_links.values()):
+            link.know(groups, self.looks[link.place.source, link.place.destination], firsts, firsts)
+
+    def clear(self) -> None:
+        """Let go of every value, and be ready for the next step."""
+        super().clear()
+        for inbox in self._inboxes.values():
+            inbox.clear()
+        self.input_grads.clear()
+        self._arrivals.clear()
+        self.args = [()] * self.chunks
+        self.kwargs = [{}] * self.chunks
+        self.data = StepData(self.args, self.kwargs, None, (), keep_outputs=False)
+
+    # Values.
+
+    def expect(self, microbatch: int, *, forward: bool) -> None:
+        """Note that inputs, or outputs' gradients, of a microbatch are on their way or here."""
+        self._arrivals.add((forward, microbatch))
+
+    def arrive(self, microbatch: int, *, forward: bool) -> None:
+        """Wait for what was expected.
+
+        Raises:
+            PipeliningMetadataError: nothing was.
+        """
+        links = self.in_links if forward else self.out_links
+        if links and (forward, microbatch) not in self._arrivals:
+            what, how = ("inputs", "fwd") if forward else ("gradients of its outputs", "bwd")
+            raise PipeliningMetadataError(
+                f"stage {self.index}, microbatch {microbatch}: the {what} are not here: get_{how}_recv_ops or"
+                f" set_local_{how}_input comes first",
+                stage=self.index,
+            )
+        self._arrivals.discard((forward, microbatch))
+        if forward:
+            self.await_f(microbatch)
+        else:
+            self.await_b(microbatch)
+
+    def hand_in(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
+        """Take the values of the stage before, on the same rank."""
+        link = self.in_links[self.index - 1]
+        expected = self.looks[self.index - 1, self.index].values[0].outputs
+        if link.place.wires is not None:
+            leaves = [leaves[wire.output] for wire in link.place.wires if wire.output < len(leaves)]
+        if len(leaves) != len(expected):
+            raise PipeliningMetadataError(
+                f"stage {self.index}, microbatch {microbatch}: expected {len(expected)} values from stage {self.index - 1},"
+                f" got {len(leaves)}",
+                stage=self.index,
+            )
+        # This stage may change its inputs in place, and the one before may need them in its backward: a copy for each.
+        link.put(microbatch, [leaf.detach().clone() for leaf in leaves])
+        self.expect(microbatch, forward=True)
+
+    def hand_back(self, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients from the stage after, on the same rank: one, or None for zeros, for each value it took."""
+        link = self.out_links[self.index + 1]
+        looks = self.looks[self.index, self.index + 1]
+        metas = looks.values[0].outputs
+        if len(grads) != len(metas):
+            raise PipeliningMetadataError(
+                f"stage {self.index}, microbatch {microbatch}: expected {len(metas)} gradients from stage {self.index + 1}, one"
+                f" for each value that it took, got {len(grads)}",
+                stage=self.index,
+            )
+        numbers = link.numbers(len(metas))
+        wanted = [i for i, meta in enumerate(metas) if meta.requires_grad]
+        if 0 in looks.grads:
+            wanted = [i for i, look in zip(wanted, looks.grads[0].input_grads, strict=True) if look is not None]
+        roots = self._roots[microbatch]
+        filled = ((grads[i], roots[numbers[i]]) for i in wanted)
+        link.put(microbatch, [torch.zeros_like(root) if grad is None else grad for grad, root in filled])
+        self.expect(microbatch, forward=False)
+
+    # Computing.
+
+    def run_backward(self, microbatch: int, kind: Kind, loss: torch.Tensor | None) -> None:
+        """Run a backward, or a part; of B and I the gradients of the received values are kept."""
+        roots: Sequence[torch.Tensor]
+        grads: Sequence[torch.Tensor | None]
+        if kind is Kind.W:
+            roots, grads = (), ()
+        elif self.stage.is_last:
+            outputs = self._roots.pop(microbatch)
+            given = list(outputs.values()) if loss is None else [loss]
+            roots = [root for root in given if root.requires_grad]
+            grads = [None] * len(roots)
+        else:
+            roots, grads = self._start(microbatch)
+        found = self.program.backward(microbatch, kind, roots, grads)
+        if kind is not Kind.W:
+            self.input_grads[microbatch] = found
+
+    def give_grads(self, microbatch: int) -> None:
+        """Give the gradients to the links that the values came by.
+
+        Raises:
+            PipeliningMetadataError: there is one that nobody waits for, or no backward has run.
+        """
+        for link, part in self.parts(self.grads_of(microbatch)):
+            looks = self.looks[link.place.source, self.index]
+            wanted = [number for number, meta in enumerate(looks.values[0].outputs) if meta.requires_grad]
+            if 0 in looks.grads:
+                for number, look in zip(wanted, looks.grads[0].input_grads, strict=True):
+                    if look is None and part[number] is not None:
+                        raise PipeliningMetadataError(
+                            f"stage {self.index}, microbatch {microbatch}: value {number} from stage {link.place.source} has a"
+                            " gradient, but input_grads said, or the first microbatch showed, that it has none, so nobody waits"
+                            " for it; declare it, or let the first microbatch have it",
+                            stage=self.index,
+                        )
+            link.give(microbatch, part)
+
+    def grads_of(self, microbatch: int) -> tuple[torch.Tensor | None, ...]:
+        """Take the gradients of the received values, by input.
+
+        Raises:
+            PipeliningMetadataError: no backward has run.
+        """
+        if microbatch not in self.input_grads:
+            raise PipeliningMetadataError(
+                f"stage {self.index}, microbatch {microbatch}: there are no gradients of inputs: backward_one_chunk comes first",
+                stage=self.index,
+            )
+        return self.input_grads.pop(microbatch)
+
+    def parts(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[InLink, Sequence[torch.Tensor | None]]]:
+        """Gradients of the received values, by the link that these came by."""
+        found = []
+        position = 0
+        for link in self.in_links.values():
+            count = len(self.looks[link.place.source, self.index].values[0].outputs)
+            found.append((link, grads[position : position + count]))
+            position += count
+        return found
+
+    def _finish(self, microbatch: int, value: Any) -> None:
+        """The last stage's outputs: the schedule computes the loss."""
+        if self.has_backward:
+            leaves = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            self._roots[microbatch] = dict(enumerate(leaves))
+        if self.data.keep_outputs:
+            self.data.outputs[microbatch] = tree_map(_detached, value)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

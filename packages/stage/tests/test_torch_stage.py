@@ -1,0 +1,137 @@
+"""Torch's own schedules over our stages: gradients and losses of the one-process model."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.nn import functional
+
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import C10dTransport, Placement, Wire
+from stepwell_stage import PipelineStage
+from stepwell_stage.schedules import interleaved_1f1b, to_csv, zbv
+
+WIDTH = 6
+ROWS = 16
+
+
+class Layer(nn.Module):
+    """A layer that changes its input in place and has a buffer that moves with every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(functional.leaky_relu(x, 0.5, inplace=True))
+
+
+def layers(count: int) -> list[nn.Module]:
+    generator = torch.Generator().manual_seed(0)
+    made: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(count - 1))]
+    for module in made:
+        for parameter in module.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return made
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def plain(count: int, microbatches: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Gradients, losses and outputs of the one-process loop over the same microbatches."""
+    model = nn.Sequential(*layers(count))
+    x, y = batch()
+    losses, outputs = [], []
+    for part, target in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
+        output = model(part)
+        loss = functional.mse_loss(output, target)
+        loss.backward()
+        losses.append(loss.detach())
+        outputs.append(output.detach())
+    for parameter in model.parameters():
+        parameter.grad.div_(microbatches)
+    return [parameter.grad for parameter in model.parameters()], losses, torch.cat(outputs)
+
+
+def check(schedule: Any, stages: Sequence[PipelineStage], microbatches: int, *, steps: int = 2) -> None:
+    """Steps and evaluations over this rank's stages, compared with the plain loop."""
+    count = stages[0].num_stages
+    grads, losses, outputs = plain(count, microbatches)
+    per_stage = [list(module.parameters()) for module in layers(count)]
+    start = [sum(len(p) for p in per_stage[: stage.stage_index]) for stage in stages]
+    x, y = batch()
+    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    for step in range(steps):
+        for stage in stages:
+            stage.submod.zero_grad()
+        found: list[torch.Tensor] = []
+        result = schedule.step(*((x,) if first else ()), target=y if last else None, losses=found)
+        for stage, offset in zip(stages, start, strict=True):
+            for parameter, grad in zip(stage.submod.parameters(), grads[offset:], strict=False):
+                torch.testing.assert_close(parameter.grad, grad)
+            if stage.stage_index:  # what runs before the first step leaves no trace
+                assert stage.submod.calls == microbatches * (step + 1)
+        if last:
+            torch.testing.assert_close(torch.stack(found).detach(), torch.stack(losses))
+            torch.testing.assert_close(result, outputs)
+    kept = [parameter.grad.clone() for stage in stages for parameter in stage.submod.parameters()]
+    result = schedule.eval(*((x,) if first else ()), target=y if last else None, losses=[])
+    if last:
+        torch.testing.assert_close(result, outputs)
+    assert all(
+        torch.equal(parameter.grad, grad)
+        for parameter, grad in zip((p for stage in stages for p in stage.submod.parameters()), kept, strict=True)
+    )
+
+
+def stages_on(ranks: Sequence[int], transport: C10dTransport, **options: Any) -> list[PipelineStage]:
+    count = len(ranks)
+    return [
+        PipelineStage(module, index, count, "cpu", transport=transport, **options)
+        for index, module in enumerate(layers(count))
+        if ranks[index] == transport.rank
+    ]
+
+
+EXAMPLE = torch.zeros(ROWS // 4, WIDTH)
+
+
+def every_schedule() -> None:
+    transport = C10dTransport()
+    size = transport.size
+    loop, v = Placement.loop(2 * size, size).ranks, Placement.v(2 * size, size).ranks
+    declared = {"input_args": EXAMPLE.clone().requires_grad_(), "output_args": EXAMPLE.clone().requires_grad_()}
+    for make in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B):
+        for options in ({}, declared):
+            (stage,) = stages_on(range(size), transport, **options)
+            check(make(stage, 4, functional.mse_loss), [stage], 4)
+    for kind, ranks, microbatches in (
+        (pipelining.ScheduleLoopedBFS, loop, 4),
+        (pipelining.ScheduleInterleaved1F1B, loop, 4),
+        (pipelining.ScheduleInterleavedZeroBubble, loop, 4),
+        (pipelining.ScheduleZBVZeroBubble, v, 8),
+        (pipelining.ScheduleDualPipeV, v, 8),
+    ):
+        stages = stages_on(ranks, transport)
+        check(kind(stages, microbatches, functional.mse_loss), stages, microbatches)
+    transport.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchs_schedules_run_over_our_stages(workers: WorkerPool, ranks: int) -> None:
+    workers.run(every_schedule, ranks, deadline=100)
