@@ -13,6 +13,7 @@ from stepwell_stage.plan._search import Layer, PlanChoice, PlanSearch, plan_sear
 from stepwell_stage.plan._simulate import Simulation, simulate
 from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
+from stepwell_stage.run._chunks import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 from stepwell_stage.run._executor import Executor, LossWeights
 from stepwell_stage.run._norm import clip_grad_norm_
 from stepwell_stage.run._program import EagerProgram, StageProgram
@@ -38,6 +39,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageProgram",
+    "TensorChunkSpec",
     "Tie",
     "TiedGroup",
     "Timeline",
@@ -46,10 +48,12 @@ __all__ = [
     "load_optimizer_state_dict",
     "load_state_dict",
     "lower",
+    "merge_chunks",
     "optimizer_state_dict",
     "plan_search",
     "prove",
     "simulate",
+    "split_args_kwargs_into_chunks",
     "state_dict",
     "tie",
     "to_perfetto",

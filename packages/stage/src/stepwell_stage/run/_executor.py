@@ -20,6 +20,7 @@ from ..plan._timeline import Event
 from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._agree import Cut
+from ._chunks import with_specs
 from ._microbatch import batch_size, merge, signature, split
 from ._program import is_reduced, is_sharded
 from ._run import Run
@@ -60,6 +61,11 @@ class Executor:
             else, for a schedule of one rank, none is needed.
         loss_weights: what each microbatch's loss counts in the gradient. ``"mean"``: its share of the samples, so that the
             gradient is that of a mean over the batch; ``"sum"``: 1; or M numbers. Needed on the last stage's rank only.
+        args_chunk_spec: for each positional input, along which dim it is cut, as a :class:`TensorChunkSpec`, or None for one that
+            every microbatch gets whole. By default tensors are cut along dim 0.
+        kwargs_chunk_spec: likewise by name; keyword inputs that it does not name follow the default.
+        output_merge_spec: likewise for the outputs that :meth:`step` puts together; None there for a value that is the same for
+            every microbatch.
         trace: whether to note when each action starts and ends, in :attr:`events`.
 
     Attributes:
@@ -81,6 +87,9 @@ class Executor:
         *,
         transport: Transport | None = None,
         loss_weights: LossWeights = "mean",
+        args_chunk_spec: Sequence[Any] | None = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        output_merge_spec: Any = None,
         trace: bool = False,
     ) -> None:
         self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
@@ -106,6 +115,9 @@ class Executor:
         self.around_step: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self._loss_fn = loss_fn
         self._loss_weights = loss_weights
+        self._args_spec = args_chunk_spec
+        self._kwargs_spec = kwargs_chunk_spec
+        self._output_spec = output_merge_spec
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
         _check_weights(loss_weights, self.plan.num_microbatches)
         self._train = Run(self.stages, self.plan, self.wiring, self.transport, loss_fn)
@@ -223,7 +235,7 @@ class Executor:
         if losses is not None:
             losses.extend(data.losses[microbatch] for microbatch in sorted(data.losses))
         if self.is_last and return_outputs:
-            return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)])
+            return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)], self._output_spec)
         return None
 
     def _cut(
@@ -240,14 +252,15 @@ class Executor:
                 f"rank {self.transport.rank} was given a target, but the loss is computed by the last stage, on another rank"
             )
         count = self.plan.num_microbatches
-        inputs = split((args, dict(kwargs)), count, what="inputs")
+        whole, spec = with_specs(args, dict(kwargs), self._args_spec, self._kwargs_spec)
+        inputs = split(whole, count, what="inputs", spec=spec)
         targets = None if target is None else split(target, count, what="target")
         data = StepData([a for a, _ in inputs], [k for _, k in inputs], targets, (), keep_outputs)
         if not self.is_first:
             return data, None
         numbers: dict[tuple[Any, ...], int] = {}
         groups = tuple(numbers.setdefault(signature(part), len(numbers)) for part in inputs)
-        return data, Cut(tuple(batch_size(part) for part in inputs), groups, tuple(numbers))
+        return data, Cut(tuple(batch_size(part, spec) for part in inputs), groups, tuple(numbers))
 
     def _weights(self, sizes: Sequence[int]) -> Sequence[float]:
         if self._loss_weights == "sum":
