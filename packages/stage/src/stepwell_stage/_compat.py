@@ -13,8 +13,11 @@
   refuse to be told when to reshard. Without it there are no such modules.
 * ``torch.distributed._composable.replicate.DDP`` (seen in 2.11 to 2.13): the class that marks modules under the replicate() made
   of DDP. Without it there are no such modules.
+* ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in names (seen in 2.11 to 2.13): what torch.compile and the activation
+  checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
 * ``torch.utils._pytree`` (seen in 2.11 to 2.15): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
+"""
 
 The schedules of ``torch.distributed.pipelining`` call private methods of stages: those in ``run/_torch_stage.py`` (seen in 2.13).
 :func:`is_torch_stage_name` says whether a name that is not there is one of them, for a message. To let the stages vote, schedules
@@ -50,6 +53,7 @@ __all__ = [
     "hold_back_fsdp",
     "is_ddp_replicated",
     "non_leaf",
+    "plain_name",
     "reduce_ddp",
     "reduce_fsdp",
     "tree_flatten",
@@ -162,3 +166,8 @@ def reduce_fsdp(modules: Sequence[FSDPModule]) -> None:
             state._root_post_backward_final_callback()
     for module in modules:
         module.set_requires_gradient_sync(False, recurse=False)
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or buffer without what wrappers put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -57,6 +57,8 @@ class PipelineStage(TorchStage):
         input_grads: likewise of the inputs' gradients.
         group: a process group of torch.distributed whose ranks are the pipeline's; shorthand for
             ``transport=C10dTransport(group)``.
+        dw_builder: for a module whose backward leaves its weights' gradients for later: called after each backward, it returns
+            the function that computes them, which a whole backward calls at once and a split one in its second part.
         get_mesh: finds the mesh for a :class:`stepwell_meta.MeshKey`, where DTensors come from other stages. Meshes of the
             module's own DTensor parameters and of the examples are known without it.
         transport: what carries values to other ranks. All stages of a rank use one.
@@ -67,7 +69,7 @@ class PipelineStage(TorchStage):
         classes: dataclasses, attrs classes, named tuples and enums among the previous stage's outputs that cannot be found by
             name in a module that is imported here, such as those defined in a function.
         names: where the module's parts are in the whole model, for :func:`state_dict`: from the name of a submodule, parameter
-            or buffer to the original one (``{"0": "layers.4"}``). What is not named keeps its name.
+            or buffer to the original one (``{"0": "layers.4"}``); the module itself is ``""``. What is not named keeps its name.
 
     Attributes:
         tied: tensors of this stage that other stages hold too, by name; see :func:`tie`.
@@ -90,6 +92,7 @@ class PipelineStage(TorchStage):
         output_grads: Any = None,
         input_grads: Any = None,
         group: Any = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: GetMesh | None = None,
         *,
         transport: Transport | None = None,
@@ -123,8 +126,10 @@ class PipelineStage(TorchStage):
         if isinstance(submodule, nn.Module):
             if not any(parameter.is_meta for parameter in submodule.parameters()):
                 submodule.to(self.device)
-            self.program = EagerProgram(submodule)
+            self.program = EagerProgram(submodule, dw_builder=dw_builder)
         elif isinstance(submodule, StageProgram):
+            if dw_builder is not None:
+                raise StageUsageError("dw_builder is for modules; a StageProgram runs its own backward for weights")
             self.program = submodule
         else:
             raise StageUsageError(f"a stage runs an nn.Module or a StageProgram, got {type(submodule).__qualname__}")
