@@ -549,7 +549,7 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
         Executor(two[0], gpipe(1, 2), functional.mse_loss)
     with pytest.raises(StageUsageError, match="needs a loss_fn"):
         one_rank(loss_fn=None)
-    with pytest.raises(StageUsageError, match=r"'mean', 'sum' or one number per microbatch"):
+    with pytest.raises(StageUsageError, match=r"'mean', 'sum', one number per microbatch or a function"):
         one_rank(loss_weights="average")
     with pytest.raises(StageUsageError, match="one number for each of 2 microbatches, got 3"):
         one_rank(loss_weights=[1, 2, 3])
@@ -560,7 +560,7 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_named() -> None:
-    with pytest.raises(StageUsageError, match=r"must return a tensor with one element, got a tensor of shape \(1, 6\)"):
+    with pytest.raises(StageUsageError, match=r"must return a tensor with one element, or named ones, got a tensor of shape \(1, 6\)"):
         one_rank(loss_fn=lambda output, target: output - target).step(*batch(2)[:1], target=batch(2)[1])
 
 

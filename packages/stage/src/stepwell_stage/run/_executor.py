@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,13 @@ from ..plan._timeline import Event
 from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._agree import Cut
+from ._loss import LossWeights, check_weights, weights_of
 from ._chunks import with_specs
 from ._microbatch import batch_size, merge, signature, split
 from ._program import is_reduced, is_sharded
 from ._run import Run
 from ._stage import PipelineStage
 from ._stage_run import StepData
-
-LossWeights: TypeAlias = Literal["mean", "sum"] | Sequence[float]
 
 
 @runtime_checkable
@@ -55,12 +54,14 @@ class Executor:
     Args:
         stages: this rank's stage or stages, all that the schedule places here.
         schedule: what to run; a :class:`Plan` if it is lowered already.
-        loss_fn: on the last stage's rank: from the outputs and the target of one microbatch to a tensor with one element. Called
-            with the outputs alone where no target is given.
+        loss_fn: on the last stage's rank: from the outputs and the target of one microbatch to a tensor with one element; or to a
+            dict or tuple of such, whose sum is the loss; or to such a tensor and a dict of named ones to report. Called with the
+            outputs alone where no target is given.
         transport: what carries values; by default that of the stages, else the default process group of torch.distributed,
             else, for a schedule of one rank, none is needed.
         loss_weights: what each microbatch's loss counts in the gradient. ``"mean"``: its share of the samples, so that the
-            gradient is that of a mean over the batch; ``"sum"``: 1; or M numbers. Needed on the last stage's rank only.
+            gradient is that of a mean over the batch; ``"sum"``: 1; M numbers; or a function of the target, such as one that
+            counts its tokens: its share of the sum over all microbatches. Needed on the last stage's rank only.
         args_chunk_spec: for each positional input, along which dim it is cut, as a :class:`TensorChunkSpec`, or None for one that
             every microbatch gets whole. By default tensors are cut along dim 0.
         kwargs_chunk_spec: likewise by name; keyword inputs that it does not name follow the default.
@@ -71,6 +72,7 @@ class Executor:
     Attributes:
         loss: on the last stage's rank, the loss of the last step's or eval's batch: the weighted sum of its microbatches'
             losses, a float64 scalar; else None.
+        named_losses: likewise of the named parts that ``loss_fn`` returned.
         events: with ``trace``, what this rank did in the last step or eval, and when (seconds of ``time.perf_counter``).
         around_step: entered around every :meth:`step`, in order; see :func:`tie`.
 
@@ -112,6 +114,7 @@ class Executor:
         self.trace = trace
         self.events: tuple[Event, ...] = ()
         self.loss: torch.Tensor | None = None
+        self.named_losses: dict[str, torch.Tensor] = {}
         self.around_step: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self._loss_fn = loss_fn
         self._loss_weights = loss_weights
@@ -119,7 +122,7 @@ class Executor:
         self._kwargs_spec = kwargs_chunk_spec
         self._output_spec = output_merge_spec
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
-        _check_weights(loss_weights, self.plan.num_microbatches)
+        check_weights(loss_weights, self.plan.num_microbatches)
         self._train = Run(self.stages, self.plan, self.wiring, self.transport, loss_fn)
         self._eval: Run | None = None
         self._is_open = False
@@ -226,12 +229,18 @@ class Executor:
         except StageUsageError as error:
             run.refuse(str(error))
             raise
-        data.weights = self._weights(run.prepare(cut).sizes)
-        self.loss = None
+        sizes = run.prepare(cut).sizes
+        if self.is_last:
+            data.weights = weights_of(self._loss_weights, sizes, data.targets)
+        self.loss, self.named_losses = None, {}
         self.events = run.go(data, trace=self.trace)
         if data.losses:
-            shares = [data.weights[m] * data.losses[m].double() for m in sorted(data.losses)]
-            self.loss = torch.stack(shares).sum()
+            self.loss = _weighted(data.losses, data.weights)
+            names = {name: None for parts in data.named.values() for name in parts}
+            self.named_losses = {
+                name: _weighted({m: parts[name] for m, parts in data.named.items() if name in parts}, data.weights)
+                for name in names
+            }
         if losses is not None:
             losses.extend(data.losses[microbatch] for microbatch in sorted(data.losses))
         if self.is_last and return_outputs:
@@ -261,13 +270,6 @@ class Executor:
         numbers: dict[tuple[Any, ...], int] = {}
         groups = tuple(numbers.setdefault(signature(part), len(numbers)) for part in inputs)
         return data, Cut(tuple(batch_size(part, spec) for part in inputs), groups, tuple(numbers))
-
-    def _weights(self, sizes: Sequence[int]) -> Sequence[float]:
-        if self._loss_weights == "sum":
-            return [1.0] * len(sizes)
-        if self._loss_weights == "mean":
-            return [size / sum(sizes) for size in sizes]
-        return self._loss_weights
 
 
 def _find_transport(stages: Sequence[PipelineStage], plan: Plan, transport: Transport | None) -> Transport:
@@ -322,11 +324,7 @@ def _check_stages(
                 )
 
 
-def _check_weights(weights: LossWeights, num_microbatches: int) -> None:
-    if isinstance(weights, str):
-        if weights not in ("mean", "sum"):
-            raise StageUsageError(f"loss_weights must be 'mean', 'sum' or one number per microbatch, got {weights!r}")
-    elif len(weights) != num_microbatches:
-        raise StageUsageError(
-            f"loss_weights must have one number for each of {num_microbatches} microbatches, got {len(weights)}"
-        )
+def _weighted(losses: Mapping[int, torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The sum; a microbatch of no weight (all its tokens masked, say) does not count, even if its loss is NaN."""
+    counted = [weights[m] * loss.double() for m, loss in sorted(losses.items()) if weights[m] != 0]
+    return torch.stack(counted or [torch.zeros((), dtype=torch.float64)]).sum()

@@ -16,9 +16,9 @@ import torch
 from stepwell_meta import ForwardMeta, extract_metas, normalize_outputs, validate
 from stepwell_meta.exceptions import PipeliningMetadataError
 
-from ..exceptions import StageUsageError
 from ..plan._action import Kind
 from ._link import InLink, LinkLooks, OutLink, forward_meta, same_look
+from ._loss import take_apart
 
 if TYPE_CHECKING:
     from ._stage import PipelineStage
@@ -35,6 +35,7 @@ class StepData:
         weights: weight of each microbatch's loss.
         keep_outputs: whether the last stage keeps its outputs.
         losses: loss of each microbatch, by number.
+        named: its named parts, if it has any.
         outputs: outputs of each microbatch, by number.
     """
 
@@ -44,6 +45,7 @@ class StepData:
     weights: Sequence[float]
     keep_outputs: bool
     losses: dict[int, torch.Tensor] = attrs.field(factory=dict)
+    named: dict[int, dict[str, torch.Tensor]] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
 
 
@@ -244,6 +246,8 @@ class StageRun:
     def _weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)
         if key not in self._weights:
+            if len(self._weights) >= _MOST_WEIGHTS:  # token counts bring new numbers in every step
+                self._weights.clear()
             self._weights[key] = torch.tensor(weight, dtype=loss.dtype, device=loss.device)
         return self._weights[key]
 
@@ -253,13 +257,12 @@ class StageRun:
         roots = {}
         if self._loss_fn is not None and (self.has_backward or data.targets is not None):
             target = None if data.targets is None else data.targets[microbatch]
-            loss = self._loss_fn(value) if target is None else self._loss_fn(value, target)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-                raise StageUsageError(f"loss_fn must return a tensor with one element, got {got}")
-            loss = loss.reshape(())
+            loss, named = take_apart(self._loss_fn(value) if target is None else self._loss_fn(value, target))
             data.losses[microbatch] = loss.detach()
-            if loss.requires_grad:
+            data.named[microbatch] = named
+            if (
+                loss.requires_grad and data.weights[microbatch] != 0
+            ):  # of no weight: nothing flows back, even from a NaN
                 roots[0] = loss
         if self.has_backward:
             self._roots[microbatch] = roots
@@ -310,4 +313,5 @@ class StageRun:
         )
 
 
+_MOST_WEIGHTS = 256
 _NO_DATA = StepData((), (), None, (), False)
