@@ -17,7 +17,6 @@
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
 * ``torch.utils._pytree`` (seen in 2.11 to 2.15): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
-"""
 
 The schedules of ``torch.distributed.pipelining`` call private methods of stages: those in ``run/_torch_stage.py`` (seen in 2.13).
 :func:`is_torch_stage_name` says whether a name that is not there is one of them, for a message. To let the stages vote, schedules
@@ -49,7 +48,9 @@ except ImportError:
     _ReplicateModule = None  # type: ignore[assignment,misc]
 
 __all__ = [
-    "has_saved_tensor_hooks", "is_torch_stage_name", "join_torch_stages",
+    "has_saved_tensor_hooks",
+    "is_torch_stage_name",
+    "join_torch_stages",
     "hold_back_fsdp",
     "is_ddp_replicated",
     "non_leaf",
