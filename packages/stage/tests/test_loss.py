@@ -61,7 +61,7 @@ def test_weights_that_mean_nothing() -> None:
 
 
 def test_masked_tokens_count_as_in_one_process() -> None:
-    """P106, P109, P116: the gradient is that of the mean over all tokens of the batch, whatever M; a microbatch may be masked wholly."""
+    """P106, P109, P116: the gradient is that of the mean over all tokens, whatever M; a microbatch may be masked wholly."""
     torch.manual_seed(0)
     x = torch.randn(7, 5, 4)
     target = torch.randint(3, (7, 5))

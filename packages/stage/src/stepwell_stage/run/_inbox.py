@@ -60,6 +60,10 @@ class Inbox:
                 return self._arrived.pop(key)
             if key in self._under_way:
                 return self._finish(self._under_way.pop(key))
+            headed = next((k for k, value in self._under_way.items() if isinstance(value, tuple) and value), None)
+            if headed is not None:  # sent before what is asked for, and says how what follows it looks
+                self._arrived[headed] = self._finish(self._under_way.pop(headed))
+                continue
             head = self._line.popleft()
             learn = head.look()
             if not callable(learn):
