@@ -239,27 +239,23 @@ class C10dTransport:
 
     def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link) -> None:
         """Channel by channel, in the one order in which all ranks made them, each as one group call."""
-        per_channel: dict[int, list[tuple[Send | Recv, _Route]]] = {}
+        per_channel: dict[int, list[tuple[Op, torch.Tensor, dist.P2POp]]] = {}
         for item in batch:
             route = self._routes.get(item.op) or self._find_route(item)
             if route.channel is None:
                 self._post_own(item, handle)
-            else:
-                per_channel.setdefault(route.number, []).append((item, route))
+                continue
+            tensor = self._outgoing(item) if isinstance(item, Send) else self._incoming(item)
+            if isinstance(item, Recv):
+                handle.received.append((item, tensor))
+            verb = dist.isend if isinstance(item, Send) else dist.irecv
+            call = dist.P2POp(verb, tensor, group=route.channel, group_peer=route.peer)
+            per_channel.setdefault(route.number, []).append((item.op, tensor, call))
         for _, members in sorted(per_channel.items()):
-            ops, tensors = [], []
-            for item, route in members:
-                tensor = self._outgoing(item) if isinstance(item, Send) else self._incoming(item)
-                tensors.append(tensor)
-                verb = dist.isend if isinstance(item, Send) else dist.irecv
-                ops.append(dist.P2POp(verb, tensor, group=route.channel, group_peer=route.peer))
-                if isinstance(item, Recv):
-                    handle.received.append((item, tensor))
-            works = dist.batch_isend_irecv(ops)
-            for number, ((item, _), tensor) in enumerate(zip(members, tensors, strict=True)):
+            works = dist.batch_isend_irecv([call for _, _, call in members])
+            for number, (op, tensor, _) in enumerate(members):
                 # a backend that coalesces answers with one work for all
-                work = works[min(number, len(works) - 1)]
-                handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
+                handle.flights.append(Flight(op, works[min(number, len(works) - 1)], tensor, link.count(op)))
 
 
 @attrs.frozen

@@ -1,0 +1,328 @@
+"""The transport over torch.distributed, on gloo: channels, set-up, sub-axes, torch's own ops."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import stepwell_p2p._link as link_module
+import stepwell_p2p.transports._c10d as c10d_module
+from stepwell_meta import TensorMeta
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import (
+    C10dTransport,
+    ChannelPolicy,
+    Edge,
+    Op,
+    OpKind,
+    Placement,
+    Recv,
+    Send,
+    Transport,
+    chain_wires,
+    channels_for,
+    receive_values,
+    send_values,
+)
+from stepwell_p2p.exceptions import P2PUsageError, TransportError
+from stepwell_p2p.testing import TRANSPORT_CHECKS, Check, PoolFabric, check_transport
+
+META = TensorMeta((4,), (1,), torch.float32)
+
+
+def ring(transport: Transport, microbatch: int = 0) -> float:
+    """Hand this rank's number on; returns the one that came."""
+    rank, size = transport.rank, transport.size
+    send = Op(OpKind.SEND_F, Edge(rank, (rank + 1) % size), 0, microbatch)
+    recv = Op(OpKind.RECV_F, Edge((rank - 1) % size, rank), 0, microbatch)
+    (got,) = transport.post([Recv(recv, META), Send(send, torch.full((4,), float(rank)))]).wait()
+    return float(got[0].item())
+
+
+# ---- channels
+
+
+def count_groups(policy: str) -> tuple[int, float, str]:
+    transport = C10dTransport(channels=policy, placement=Placement.loop(8, 4))
+    described = transport.describe()
+    transport.open(Placement.loop(8, 4), chain_wires(8))  # once more: nothing happens
+    assert transport.describe() == described
+    result = len(described.groups), ring(transport), str(described)
+    transport.close()
+    assert transport.describe().groups == ()
+    return result
+
+
+@pytest.mark.parametrize("policy", [policy.value for policy in ChannelPolicy])
+def test_p143_groups_are_those_that_channels_for_says(workers: WorkerPool, policy: str) -> None:
+    channels = channels_for(Placement.loop(8, 4), chain_wires(8), policy)
+    for rank, (groups, got, text) in enumerate(workers.run(count_groups, 4, policy)):
+        assert groups == len(channels.of_rank(rank))
+        assert got == (rank - 1) % 4
+        assert f"{groups} groups" in text
+        assert policy in text
+
+
+def without_a_wire() -> tuple[float, bytes]:
+    """Set-up and gathering talk between ranks that no wire joins."""
+    transport = C10dTransport(placement=Placement.loop(4, 4))
+    rank = transport.rank
+    got = b""
+    if rank == 3:
+        send_values(transport, Op(OpKind.SEND_F, Edge(3, 0), 0, -1), b"loss").wait()
+    if rank == 0:
+        got, _ = receive_values(transport, Op(OpKind.RECV_F, Edge(3, 0), 0, -1))
+    result = ring(transport), got
+    transport.close()
+    return result
+
+
+def test_ranks_that_no_wire_joins_can_talk_too(workers: WorkerPool) -> None:
+    assert workers.run(without_a_wire, 4)[0] == (3.0, b"loss")
+
+
+def two_at_once() -> tuple[int, float, float]:
+    first, second = C10dTransport(), C10dTransport(placement=Placement.loop(2, 2))
+    assert len(first.describe().groups) == len(second.describe().groups) == 2
+    other = C10dTransport(name="other")
+    assert other.describe().groups == ()
+    first.close()
+    result = dist.get_rank(), ring(second), ring(other)
+    second.close()
+    other.close()
+    again = C10dTransport()
+    assert ring(again) == result[1]
+    again.close()
+    return result
+
+
+def test_transports_of_one_group_share_channels_until_the_last_one_closes(workers: WorkerPool) -> None:
+    """Looped schedules build a transport for each stage; a third builds none of the channels again."""
+    assert workers.run(two_at_once, 2) == [(0, 1.0, 1.0), (1, 0.0, 0.0)]
+
+
+# ---- set-up
+
+
+def on_a_sub_axis() -> tuple[float, float, list[int]]:
+    """pp=2 x dp=2 x tp=2, every pipeline made of ranks that are not neighbours; one pipeline comes late."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    late = mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 1
+    dist.barrier()
+    if late:
+        time.sleep(2.0)
+    start = time.monotonic()
+    group = mesh.get_group("pp")
+    transport = C10dTransport(group, placement=Placement.loop(4, 2))
+    seconds = time.monotonic() - start
+    rank = transport.rank
+    send = Op(OpKind.SEND_F, Edge(rank, 1 - rank), 0, 0)
+    recv = Recv(Op(OpKind.RECV_F, Edge(1 - rank, rank), 0, 0), META)
+    (got,) = transport.post([Send(send, torch.full((4,), float(dist.get_rank()))), recv]).wait()
+    before = link_module._links.get(group)
+    transport.close()
+    assert before == {}
+    # groups that torch makes afterwards still have one name on all ranks: ours are not in its registry
+    dist.all_reduce(
+        torch.ones(1), group=dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    )
+    return got[0].item(), seconds, dist.get_process_group_ranks(group)
+
+
+def test_p013_pipelines_that_are_one_axis_of_a_larger_mesh(workers: WorkerPool) -> None:
+    """All set up at once, each in its own group; none waits for the one that is late."""
+    for rank, (got, seconds, ranks) in enumerate(workers.run(on_a_sub_axis, 8, deadline=40.0)):
+        assert ranks == [rank % 4, rank % 4 + 4]
+        assert got == (rank + 4) % 8
+        assert seconds < 1.8
+
+
+def parent_timeout() -> float | None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=17))
+    transport = C10dTransport(group, placement=Placement.loop(2, 2))
+    timeout = transport.describe().timeout
+    transport.close()
+    return timeout
+
+
+def test_the_groups_own_timeout_is_kept(workers: WorkerPool) -> None:
+    assert workers.run(parent_timeout, 2) == [17.0, 17.0]
+
+
+def absent_at_construction() -> str:
+    if dist.get_rank() == 1:
+        time.sleep(3.0)
+        return ""
+    with pytest.raises(TransportError) as caught:
+        C10dTransport(timeout=1.5)
+    return str(caught.value)
+
+
+def test_p014_p016_a_peer_that_does_not_come_is_named(workers: WorkerPool) -> None:
+    outcomes = workers.outcomes(absent_at_construction, 3, deadline=20.0)
+    assert "rank 1 did not come within 1.5 s" in outcomes[0].value
+
+
+def absent_at_open() -> str:
+    transport = C10dTransport(timeout=1.5)
+    text = ""
+    if dist.get_rank() == 1:
+        with pytest.raises(TransportError) as caught:
+            transport.open(Placement.loop(3, 3), chain_wires(3))
+        text = str(caught.value)
+    elif dist.get_rank() == 0:
+        transport.open(Placement.loop(3, 3), chain_wires(3))  # needs rank 1 only
+    else:
+        time.sleep(3.0)
+    transport.close()
+    return text
+
+
+def test_p014_edges_connect_in_one_order_before_the_first_step(workers: WorkerPool) -> None:
+    answers = workers.run(absent_at_open, 3)
+    assert "rank 1 could not open channel 1->2: rank 2 did not connect within 1.5 s" in answers[1]
+
+
+def without_a_group() -> list[object]:
+    transport = C10dTransport()
+    op = Op(OpKind.SEND_F, Edge(0, 0), 0, 0)
+    (got,) = transport.post([Recv(op.mirror, META), Send(op, torch.ones(4))]).wait()
+    answers: list[object] = [transport.rank, transport.size, got.sum().item(), transport.pending()]
+    with pytest.raises(TransportError, match="has not posted the send"):
+        transport.post([Recv(op.mirror, META)]).wait()
+    with pytest.raises(P2PUsageError, match="outside this group of 1 ranks"):
+        transport.post([Send(Op(OpKind.SEND_F, Edge(0, 1), 0, 0), torch.ones(4))])
+    with pytest.raises(P2PUsageError, match="needs 2 ranks"):
+        transport.open(Placement.loop(2, 2), chain_wires(2))
+    transport.abort("over")
+    with pytest.raises(TransportError, match="over"):
+        transport.post([])
+    transport.close()
+    return answers
+
+
+@pytest.mark.parametrize("init_group", [True, False])
+def test_one_rank_works_with_and_without_a_group(workers: WorkerPool, *, init_group: bool) -> None:
+    assert workers.run(without_a_group, 1, init_group=init_group) == [[0, 1, 4.0, ()]]
+
+
+# ---- sizes and forms
+
+
+def both_ways(numel: int) -> bool:
+    """Each rank sends before the other receives, at sizes below and above every buffer in between."""
+    transport = C10dTransport(placement=Placement.loop(2, 2))
+    rank, meta = transport.rank, TensorMeta((numel,), (1,), torch.float32)
+    sending = transport.post([Send(Op(OpKind.SEND_F, Edge(rank, 1 - rank), 0, 0), torch.full((numel,), float(rank)))])
+    (got,) = transport.post([Recv(Op(OpKind.RECV_F, Edge(1 - rank, rank), 0, 0), meta)]).wait()
+    sending.wait()
+    transport.close()
+    return bool((got == 1 - rank).all())
+
+
+@pytest.mark.parametrize("mebibytes", [1, 20, 64])
+def test_p026_p028_no_size_blocks_two_ranks_that_send_to_each_other(workers: WorkerPool, mebibytes: int) -> None:
+    assert workers.run(both_ways, 2, mebibytes << 18) == [True, True]
+
+
+def wrong_dtype() -> str:
+    transport = C10dTransport(timeout=15)
+    op = Op(OpKind.SEND_F, Edge(0, 1), 0, 0)
+    item = Send(op, torch.ones(4, dtype=torch.float16)) if dist.get_rank() == 0 else Recv(op.mirror, META)
+    with pytest.raises(TransportError) as caught:
+        transport.post([item]).wait()
+    transport.close()
+    return str(caught.value)
+
+
+def test_p023_a_half_sent_to_a_float_buffer_is_an_error_on_both_ends(workers: WorkerPool) -> None:
+    for text in workers.run(wrong_dtype, 2):
+        assert "both ends of one message disagree" in text
+        assert "torch.float32 of shape (4,) on rank 1" in text
+        assert "torch.float16 of shape (4,) on rank 0" in text
+
+
+# ---- torch's own ops, and backends other than gloo
+
+
+def through_torch() -> list[float]:
+    transport = C10dTransport()
+    rank = transport.rank
+    batch: list[Send | Recv] = []
+    for peer in range(3):
+        if peer != rank:
+            batch.append(Send(Op(OpKind.SEND_F, Edge(rank, peer), 0, 0), torch.full((4,), float(rank))))
+            batch.append(Recv(Op(OpKind.RECV_F, Edge(peer, rank), 0, 0), META))
+    ops = transport.as_p2p_ops(batch)
+    assert all(isinstance(op, dist.P2POp) for op in ops)
+    for work in dist.batch_isend_irecv(ops):  # gloo answers with one work for each op: every one is waited for
+        work.wait()
+    with pytest.raises(P2PUsageError, match="stays on its rank"):
+        transport.as_p2p_ops([Send(Op(OpKind.SEND_F, Edge(rank, rank), 0, 0), torch.ones(4))])
+    transport.close()
+    return [op.tensor[0].item() for op in ops if op.op is dist.irecv]
+
+
+def test_as_p2p_ops_go_through_torchs_own_batches(workers: WorkerPool) -> None:
+    assert workers.run(through_torch, 3) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+
+
+def on_another_backend(size: int) -> C10dTransport:
+    """As if the backend were not gloo: registered groups, no tags, one batched call for each channel."""
+    with pytest.MonkeyPatch.context() as patch:  # a worker's process serves other tests too
+        for module in (link_module, c10d_module):
+            patch.setattr(module, "backend_for", lambda group, device: "other")
+        transport = C10dTransport(placement=Placement.loop(size, size), timeout=20)
+    assert not transport.rules.tagged
+    assert {how for _, _, how in transport.describe().groups} <= {"new_group"}
+    return transport
+
+
+FIFO_CHECKS = [
+    check
+    for check in TRANSPORT_CHECKS
+    if check.name in ("pairs", "many_channels", "mixed_batches", "both_directions", "refusals", "values", "self_sends")
+]
+
+
+@pytest.mark.parametrize("check", FIFO_CHECKS, ids=lambda check: check.name)
+def test_p030_nothing_rests_on_tags_or_coalescing(workers: WorkerPool, check: Check) -> None:
+    check_transport(lambda size: PoolFabric(workers, size, on_another_backend), checks=[check])
+
+
+# ---- seeing what is under way
+
+
+def wait_long() -> tuple[str, list[str], list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("stepwell_p2p").addHandler(handler)
+    transport = C10dTransport(stall_after=0.6)
+    op = Op(OpKind.SEND_F, Edge(0, 1), 2, 7)
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+        transport.post([Send(op, torch.ones(4))]).wait()
+        pending: list[str] = []
+    else:
+        handle = transport.post([Recv(op.mirror, META)])
+        pending = [str(one.op) for one in transport.pending()]
+        handle.wait()
+    left = transport.pending()
+    transport.close()
+    return str(left), pending, records
+
+
+def test_a_stalled_wait_says_so_and_does_not_fail(workers: WorkerPool) -> None:
+    (_, _, quiet), (left, pending, records) = workers.run(wait_long, 2)
+    assert quiet == []
+    assert left == "()"
+    assert pending == ["RECV_F of stage 2, microbatch 7, value 0 (rank 0 to rank 1)"]
+    assert len(records) == 1
+    assert "rank 1 has waited 1 s for RECV_F of stage 2, microbatch 7" in records[0]

@@ -1,0 +1,234 @@
+"""One rank fails: every rank ends, with the first cause, and the same processes can start again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stepwell_p2p._link as link_module
+from stepwell_meta import TensorMeta
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import C10dTransport, Edge, Op, OpKind, Placement, Recv, Send
+from stepwell_p2p._failure import Failure
+from stepwell_p2p.exceptions import PeerFailure, TransportError
+from stepwell_p2p.testing import Fault, FaultyTransport, die
+
+META = TensorMeta((4,), (1,), torch.float32)
+
+
+def chain(transport: object, steps: int, *, fail: object = None) -> None:
+    """Values down a chain of ranks and gradients back up, microbatch by microbatch; ``fail`` runs on rank 1 at microbatch 3."""
+    rank, size = transport.rank, transport.size  # type: ignore[attr-defined]
+    post = transport.post  # type: ignore[attr-defined]
+    for microbatch in range(steps):
+        if rank == 1 and microbatch == 3 and fail is not None:
+            fail()  # type: ignore[operator]
+        if rank > 0:
+            post([Recv(Op(OpKind.RECV_F, Edge(rank - 1, rank), rank - 1, microbatch), META)]).wait()
+        if rank < size - 1:
+            sending = post([Send(Op(OpKind.SEND_F, Edge(rank, rank + 1), rank, microbatch), torch.ones(4))])
+            post([Recv(Op(OpKind.RECV_B, Edge(rank + 1, rank), rank + 1, microbatch), META)]).wait()
+            sending.wait()
+        if rank > 0:
+            post([Send(Op(OpKind.SEND_B, Edge(rank, rank - 1), rank, microbatch), torch.ones(4))]).wait()
+
+
+def outcome_of(transport: object, fail: object) -> tuple[float, str, object, object]:
+    start = time.monotonic()
+    try:
+        chain(transport, 10, fail=fail)
+    except PeerFailure as error:
+        return time.monotonic() - start, error.reason, error.rank, error.microbatch
+    except RuntimeError as error:  # the rank that raised, as a stage would
+        transport.abort(f"RuntimeError: {error}", stage=1, microbatch=3, action="F")  # type: ignore[attr-defined]
+        time.sleep(2.0)  # it stays alive, and the others must not wait for its end
+        return 0.0, "raised", 1, 3
+    return time.monotonic() - start, "finished", None, None
+
+
+def raise_in_the_middle(*, channels: bool) -> tuple[float, str, object, object]:
+    placement = Placement.loop(4, 4) if channels else None
+    transport = C10dTransport(placement=placement)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    result = outcome_of(transport, fail)
+    transport.close()
+    return result
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_p150_a_rank_that_raises_and_lives_on_ends_every_wait(workers: WorkerPool, *, channels: bool) -> None:
+    answers = workers.run(raise_in_the_middle, 4, channels=channels)
+    for rank in (0, 2, 3):
+        seconds, reason, failed, microbatch = answers[rank]
+        assert (reason, failed, microbatch) == ("RuntimeError: out of memory", 1, 3)
+        assert seconds < 5
+
+
+def killed_in_the_middle() -> tuple[float, str, object, object]:
+    transport = C10dTransport(placement=Placement.loop(4, 4))
+    result = outcome_of(transport, die)
+    transport.close()
+    return result
+
+
+def test_a_rank_that_is_killed_ends_every_wait(workers: WorkerPool) -> None:
+    outcomes = workers.outcomes(killed_in_the_middle, 4, deadline=20.0)
+    assert outcomes[1].exit_code == -9
+    for rank in (0, 2, 3):
+        seconds, reason, failed, _ = outcomes[rank].value
+        assert failed == 1
+        assert "ended, or its connection" in reason
+        assert seconds < 5
+
+
+def hangs_in_the_middle() -> tuple[float, str, object, object]:
+    transport = C10dTransport(placement=Placement.loop(4, 4), timeout=3.0)
+    result = outcome_of(transport, lambda: time.sleep(6.0))
+    transport.close()
+    return result
+
+
+def test_a_rank_that_hangs_past_the_timeout_is_found_through_those_that_wait_for_it(workers: WorkerPool) -> None:
+    """Rank 3 waits for 2, which waits for 1, which computes for ever: the reason names 1, whoever runs out first."""
+    answers = workers.run(hangs_in_the_middle, 4)
+    for seconds, reason, failed, _ in answers:
+        assert failed == 1
+        assert "rank 1 does not say that it waits for anybody" in reason
+        assert seconds < 3.0 + 5
+
+
+def store_host_dies(port: int) -> str:
+    """Rank 0 hosts the store and is killed while the others wait for each other."""
+    counter = dist.group.WORLD.get_group_store()
+    rank = counter.add("who", 1) - 1
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
+    transport = C10dTransport(placement=Placement.loop(3, 3))
+    if rank == 0:
+        time.sleep(0.5)
+        die()
+    start = time.monotonic()
+    peer = 3 - rank
+    with pytest.raises(TransportError) as caught:
+        transport.post([Recv(Op(OpKind.RECV_F, Edge(peer, rank), 0, 0), META)]).wait()
+    assert time.monotonic() - start < 10
+    transport.close()
+    return str(caught.value)
+
+
+def test_the_others_end_when_the_rank_that_hosts_the_store_dies(workers: WorkerPool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outcomes = workers.outcomes(store_host_dies, 3, port, deadline=25.0)
+    assert sorted(outcome.exit_code == -9 for outcome in outcomes) == [False, False, True]
+    for outcome in outcomes:
+        if outcome.exit_code is None:
+            assert "store cannot be reached" in outcome.value or "ended, or its connection" in outcome.value
+
+
+def fail_and_start_again(times: int) -> list[tuple[int, int, int]]:
+    """Fail, tear down, initialise, and work: counts of threads, descriptors and links after each round."""
+    base = dist.group.WORLD.get_group_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    counts, causes = [], []
+    for turn in range(times):
+        store = dist.PrefixStore("the same name every time" if turn % 2 else f"turn {turn}", base)
+        store = dist.PrefixStore(f"turn {turn}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+        transport = C10dTransport(placement=Placement.loop(size, size))
+        chain(transport, 2)
+
+        def fail() -> None:
+            raise RuntimeError("again")
+
+        try:
+            chain(transport, 5, fail=fail)
+        except RuntimeError as error:
+            transport.abort(str(error))
+        except PeerFailure as error:
+            causes.append((error.reason, error.rank))
+        transport.close()
+        dist.destroy_process_group()
+        del transport
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(link_module._links)))
+    assert causes == [("again", 1)] * (0 if rank == 1 else times)
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts through /proc")
+def test_twenty_failures_in_a_row_leave_nothing_behind(workers: WorkerPool) -> None:
+    for counts in workers.run(fail_and_start_again, 3, 20, deadline=60.0):
+        threads, descriptors, links = zip(*counts, strict=True)
+        assert max(threads[10:]) <= max(threads[:5])
+        assert max(descriptors[10:]) <= max(descriptors[:5])
+        assert set(links) == {0}
+
+
+def destroyed_without_close() -> int:
+    """A user who forgets close: the group's end takes the link along, and a new group gets a fresh one."""
+    base = dist.group.WORLD.get_group_store()
+    rank = dist.get_rank()
+    transport = C10dTransport(placement=Placement.loop(2, 2))
+    del transport
+    dist.destroy_process_group()
+    gc.collect()
+    left = len(link_module._links)
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", base), rank=rank, world_size=2)
+    again = C10dTransport(placement=Placement.loop(2, 2))
+    chain(again, 3)
+    again.close()
+    return left
+
+
+def test_a_destroyed_group_takes_its_link_along(workers: WorkerPool) -> None:
+    assert workers.run(destroyed_without_close, 2) == [0, 0]
+
+
+def faulty(kind: str, at: int) -> str:
+    transport = FaultyTransport(C10dTransport(timeout=4.0), [Fault(kind, at)] if dist.get_rank() == 1 else [])
+    try:
+        chain(transport, 6)
+    except TransportError as error:
+        transport.abort(str(error))
+        return type(error).__name__
+    finally:
+        transport.close()
+    return "finished"
+
+
+@pytest.mark.parametrize("kind", ["drop", "truncate", "kill", "delay"])
+def test_faults_end_in_errors_on_every_rank_and_never_in_a_hang(workers: WorkerPool, kind: str) -> None:
+    outcomes = workers.outcomes(faulty, 3, kind, 6, deadline=20.0)
+    assert not any(outcome.hung for outcome in outcomes)
+    endings = [outcome.value for outcome in outcomes]
+    if kind == "delay":
+        assert endings == ["finished"] * 3
+    elif kind == "kill":
+        assert outcomes[1].exit_code == -9
+        assert endings[0] == endings[2] == "PeerFailure"
+    else:
+        assert endings == ["PeerFailure"] * 3
+
+
+def test_failure_records_travel_as_bytes() -> None:
+    failure = Failure("x" * 10_000, 3, 1, 2, "B")
+    again = Failure.from_bytes(failure.to_bytes())
+    assert again.reason == "x" * 4000
+    assert str(again.error()).startswith("rank 3, stage 1, microbatch 2, action B failed: x")
+    assert "cannot be read" in Failure.from_bytes(b"\xff").reason
+    assert "cannot be read" in Failure.from_bytes(b'{"other": 1}').reason
