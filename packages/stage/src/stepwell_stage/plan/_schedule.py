@@ -57,6 +57,7 @@ class Schedule:
 
         Example::
 
+            >>> from stepwell_stage.schedules import gpipe
             >>> print(gpipe(2, 2).table())
             rank 0: 0F0 0F1  .   .  0B0 0B1
             rank 1:  .  1F0 1F1 1B0 1B1  .

@@ -1,0 +1,83 @@
+"""The command line: ``stepwell plan | prove | timeline | doctor``.
+
+A command turns its arguments into a :class:`Report`; here it is printed, as tables by rich or as JSON by nobody else's help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from stepwell._cli_doctor import doctor
+from stepwell._cli_plan import add_plan, add_prove, add_timeline
+from stepwell._cli_report import Report
+from stepwell_meta.exceptions import StepwellError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: those of the command line, by default of this process.
+
+    Returns:
+        0 if all is well; 1 if a plan is refused, a file is wrong or a check failed; 2 if the arguments make no sense.
+    """
+    parser = argparse.ArgumentParser(
+        prog="stepwell", description="Plan, prove and look at pipelines; check this machine."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    json_flag = argparse.ArgumentParser(add_help=False)
+    json_flag.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    for add in (add_plan, add_prove, add_timeline):
+        add(commands, json_flag)
+    check = commands.add_parser(
+        "doctor", parents=[json_flag], help="versions, backends, devices, and a test of each transport"
+    )
+    check.set_defaults(run=lambda _: doctor())
+    options = parser.parse_args(arguments)
+    if not options.json and not _has_rich():
+        sys.stderr.write(
+            "stepwell: tables are drawn by rich, which is not installed: pip install 'stepwell[cli]', or use --json\n"
+        )
+        return 2
+    try:
+        report: Report = options.run(options)
+    except (StepwellError, OSError) as error:
+        if options.json:
+            sys.stdout.write(json.dumps({"ok": False, "error": str(error), "kind": type(error).__name__}) + "\n")
+        else:
+            sys.stderr.write(f"stepwell: {error}\n")
+        return 1
+    if options.json:
+        sys.stdout.write(json.dumps({"ok": report.ok, **report.data}, indent=2) + "\n")
+    else:
+        _print(report)
+    return 0 if report.ok else 1
+
+
+def _has_rich() -> bool:
+    try:
+        import rich  # noqa: F401 - only whether it is there
+    except ImportError:
+        return False
+    return True
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for shown in report.tables:
+        table = Table(title=shown.title, title_justify="left", title_style="bold", header_style="bold")
+        for number, name in enumerate(shown.columns):
+            table.add_column(name, justify=shown.justify if number else "left", no_wrap=number == 0)
+        for row in shown.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+    for text in report.texts(console.width):
+        console.print(Text(text), no_wrap=True, crop=True)

@@ -1,0 +1,260 @@
+"""``stepwell plan``, ``stepwell prove`` and ``stepwell timeline``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from stepwell._cli_report import Report, Table
+from stepwell.exceptions import PipelineError
+from stepwell_p2p import ChannelPolicy, Rules
+from stepwell_stage import (
+    Costs,
+    Layer,
+    Plan,
+    Timeline,
+    from_perfetto,
+    lower,
+    plan_search,
+    prove,
+    simulate,
+    to_perfetto,
+    to_png,
+    to_svg,
+)
+from stepwell_stage.schedules import from_csv, to_csv
+
+Commands = Any  # what ArgumentParser.add_subparsers returns; argparse has no public name for it
+
+COSTS_HELP = """
+The file of costs is JSON; times are seconds for one sample, sizes are bytes for one sample:
+
+  {"layers": [{"count": 12, "forward": 1e-3, "backward": 2e-3, "activation_bytes": 4194304,
+               "output_bytes": 524288, "parameter_bytes": 28311552, "overhead": 5e-5}],
+   "latency": 2e-5, "bandwidth": 1.2e10}
+
+"count" repeats a layer; only "forward" and "backward" are needed. "parameter_bytes" are of the layer, whatever the batch.
+"""
+
+
+def add_plan(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """The command ``plan``."""
+    parser = commands.add_parser(
+        "plan",
+        parents=[common],
+        help="the fastest plan for given costs and memory",
+        epilog=COSTS_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("costs", type=Path, help="JSON file with the costs of the layers, see below")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument("--batch", type=int, required=True, help="samples of one step")
+    parser.add_argument("--memory", type=_size, help="bytes that a rank may hold, for example 40GiB")
+    parser.add_argument("--microbatches", type=_numbers, help="numbers of microbatches to try, for example 8,16")
+    parser.add_argument("--stages-per-rank", type=_numbers, default=[1, 2, 3, 4], help="for example 1,2")
+    parser.add_argument("--schedules", type=lambda text: text.split(","), help="names to try, for example 1f1b,zbv")
+    parser.add_argument("--csv", type=Path, help="write the best schedule to this file")
+    parser.add_argument("--picture", type=Path, help="draw the best plan to this .svg, .png or .json (Perfetto) file")
+    parser.set_defaults(run=_plan)
+
+
+def add_prove(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """The command ``prove``."""
+    parser = commands.add_parser("prove", parents=[common], help="whether a schedule or plan can be carried out")
+    parser.add_argument("file", type=Path, help="a schedule or plan as CSV, in torch's form")
+    parser.add_argument("--tagged", action="store_true", help="messages are matched by what they are, in any order")
+    parser.add_argument("--buffered", action="store_true", help="sends are done when posted, not when received")
+    names = [policy.value for policy in ChannelPolicy]
+    parser.add_argument("--channels", choices=names, default="per-edge", help="which messages share a channel")
+    parser.set_defaults(run=_prove)
+
+
+def add_timeline(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """The command ``timeline``."""
+    parser = commands.add_parser("timeline", parents=[common], help="what happens when, simulated or measured")
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="schedules or plans as CSV, simulated; or traces as JSON; drawn together"
+    )
+    parser.add_argument("--forward", type=float, default=1.0, help="seconds of an F, for simulations")
+    parser.add_argument("--backward", type=float, default=2.0, help="seconds of a B; I and W take half each")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds of a message")
+    parser.add_argument("--picture", type=Path, help="draw to this .svg, .png or .json (Perfetto) file")
+    parser.set_defaults(run=_timeline)
+
+
+def _plan(options: argparse.Namespace) -> Report:
+    layers, network = _read_costs(options.costs)
+    found = plan_search(
+        layers,
+        options.ranks,
+        batch_size=options.batch,
+        memory_limit=options.memory,
+        network=network,
+        num_microbatches=options.microbatches,
+        stages_per_rank=options.stages_per_rank,
+        schedules=options.schedules,
+    )
+    timeline = simulate(found.best.plan, found.best.costs).timeline
+    if options.csv is not None:
+        to_csv(found.best.schedule, options.csv)
+    _draw([timeline], options.picture)
+    choices: list[dict[str, Any]] = [
+        {
+            "schedule": choice.schedule.name,
+            "num_microbatches": choice.schedule.num_microbatches,
+            "stages_per_rank": choice.schedule.placement.num_stages // options.ranks,
+            "cuts": list(choice.cuts),
+            "seconds": choice.makespan,
+            "bubble": choice.bubble,
+            "peak_bytes": list(choice.peak_bytes),
+        }
+        for choice in found.choices
+    ]
+    table = Table(
+        f"Plans for {len(layers)} layers on {options.ranks} ranks, {options.batch} samples a step",
+        ("schedule", "M", "stages a rank", "seconds", "bubble", "bytes at most", "first layer of each stage"),
+        [
+            (
+                choice["schedule"],
+                choice["num_microbatches"],
+                choice["stages_per_rank"],
+                f"{choice['seconds']:.6g}",
+                f"{choice['bubble']:.1%}",
+                _bytes(max(choice["peak_bytes"])),
+                " ".join(map(str, choice["cuts"])),
+            )
+            for choice in choices
+        ],
+    )
+    return Report({"choices": choices}, (table,), lambda width: [timeline.to_text(width)])
+
+
+def _prove(options: argparse.Namespace) -> Report:
+    plan = _read_plan(options.file)
+    rules = Rules(tagged=options.tagged, rendezvous=not options.buffered)
+    proof = prove(plan, rules, channels=options.channels)
+    bounds = attrs.asdict(proof)
+    names = ("activations", "receives", "sends", "gathered stages", "messages sent")
+    order = "tagged messages" if rules.tagged else f"first in, first out, {options.channels} channels"
+    how = f"{order}, {'rendezvous' if rules.rendezvous else 'buffered sends'}"
+    table = Table(
+        f"{plan.schedule.name} is proved for {how}; each rank at most:",
+        ("rank", *names),
+        [(rank, *row) for rank, row in enumerate(zip(*bounds.values(), strict=True))],
+    )
+    data = {
+        "schedule": plan.schedule.name,
+        "num_ranks": len(plan.actions),
+        "num_stages": plan.placement.num_stages,
+        "num_microbatches": plan.num_microbatches,
+        "rules": attrs.asdict(rules),
+        "channels": options.channels,
+        **{name: list(values) for name, values in bounds.items()},
+    }
+    return Report(data, (table,))
+
+
+def _timeline(options: argparse.Namespace) -> Report:
+    timelines: list[Timeline] = []
+    for file in options.files:
+        if file.suffix == ".json":
+            timelines += from_perfetto(file)
+        else:
+            plan = _read_plan(file)
+            costs = Costs.uniform(
+                plan.placement.num_stages, forward=options.forward, backward=options.backward, latency=options.latency
+            )
+            timelines.append(simulate(plan, costs).timeline)
+    _draw(timelines, options.picture)
+    data = {
+        "timelines": [
+            {
+                "name": timeline.name,
+                "num_ranks": timeline.num_ranks,
+                "seconds": timeline.makespan,
+                "bubble": timeline.bubble,
+                "bubble_per_rank": [timeline.bubble_of(rank) for rank in range(timeline.num_ranks)],
+            }
+            for timeline in timelines
+        ]
+    }
+    return Report(data, texts=lambda width: [timeline.to_text(width) for timeline in timelines])
+
+
+def _read_plan(file: Path) -> Plan:
+    item = from_csv(file)
+    return item if isinstance(item, Plan) else lower(item)
+
+
+def _draw(timelines: Iterable[Timeline], file: Path | None) -> None:
+    if file is None:
+        return
+    if file.suffix == ".svg":
+        to_svg(*timelines, path=file)
+    elif file.suffix == ".png":
+        to_png(*timelines, path=file)
+    elif file.suffix == ".json":
+        to_perfetto(*timelines, path=file)
+    else:
+        raise PipelineError(f"a picture is an .svg, .png or .json (Perfetto) file, got {file.name}")
+
+
+def _read_costs(file: Path) -> tuple[list[Layer], Costs]:
+    try:
+        content = json.loads(file.read_text())
+        layers = [
+            Layer(**{name: value for name, value in entry.items() if name != "count"})
+            for entry in content.pop("layers")
+            for _ in range(entry.get("count", 1))
+        ]
+        network = attrs.evolve(Costs.uniform(1), **content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PipelineError(
+            f"{file} is no file of costs ({type(error).__name__}: {error}); see stepwell plan --help"
+        ) from None
+    return layers, network
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+def _size(text: str) -> int:
+    number = text.rstrip("BKMGTibkmgt ")
+    unit = text[len(number) :].strip().upper()
+    if unit not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 40GiB or 8e9")
+    try:
+        return int(float(number) * _UNITS[unit])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 40GiB or 8e9") from None
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; write for example 8,16") from None
+
+
+def _bytes(number: int) -> str:
+    value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.4g} {units[0]}"

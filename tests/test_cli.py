@@ -1,0 +1,167 @@
+"""The command line, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stepwell._cli as cli
+from stepwell._cli import main
+from stepwell_stage import lower, to_perfetto
+from stepwell_stage.schedules import custom, interleaved_1f1b, one_f_one_b, to_csv
+
+COSTS = {
+    "layers": [
+        {"forward": 2e-4, "backward": 3e-4, "parameter_bytes": 1000},
+        {"count": 6, "forward": 1e-3, "backward": 2e-3, "activation_bytes": 100, "output_bytes": 10},
+    ],
+    "latency": 1e-5,
+    "bandwidth": 1e9,
+}
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(COSTS))
+    return file
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:
+    assert main([*map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def as_text(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    pytest.importorskip("rich")
+    assert main(list(map(str, arguments))) == 0
+    return capsys.readouterr().out
+
+
+def test_plan(capsys: pytest.CaptureFixture[str], costs: Path, tmp_path: Path) -> None:
+    csv, svg = tmp_path / "best.csv", tmp_path / "best.svg"
+    size = ["--ranks", 2, "--batch", 4, "--memory", "4KB", "--schedules", "1f1b,gpipe", "--csv", csv, "--picture", svg]
+    found = as_json(capsys, "plan", costs, *size)
+    assert found["ok"]
+    assert [choice["schedule"] for choice in found["choices"]] == ["1f1b", "gpipe"]
+    assert found["choices"][0]["cuts"] == [0, 4]
+    assert svg.read_text().startswith("<svg")
+    assert as_json(capsys, "prove", csv)["num_ranks"] == 2
+    text = as_text(capsys, "plan", costs, *size)
+    assert "Plans for 7 layers on 2 ranks, 4 samples a step" in text
+    assert "1f1b, simulated: " in text
+    assert "rank 1 |" in text
+
+
+def test_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str], costs: Path) -> None:
+    found = as_json(capsys, "plan", costs, "--ranks", 2, "--batch", 4, "--memory", 100, "--schedules", "1f1b", code=1)
+    assert not found["ok"]
+    assert found["kind"] == "ScheduleError"
+    assert "nothing fits into 100 bytes a rank" in found["error"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"layers": [{"forwards": 1}]}', '{"layers": [], "speed": 1}'])
+def test_plan_with_a_wrong_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
+    (tmp_path / "costs.json").write_text(content)
+    found = as_json(capsys, "plan", tmp_path / "costs.json", "--ranks", 1, "--batch", 1, code=1)
+    assert "is no file of costs" in found["error"]
+
+
+def test_prove(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    to_csv(one_f_one_b(4, 8), tmp_path / "1f1b.csv")
+    proof = as_json(capsys, "prove", tmp_path / "1f1b.csv")
+    assert proof["peak_activations"] == [4, 3, 2, 1]
+    assert proof["rules"] == {"tagged": False, "rendezvous": True}
+    text = as_text(capsys, "prove", tmp_path / "1f1b.csv", "--tagged", "--buffered")
+    assert "1f1b is proved for tagged messages, buffered sends" in text.replace("\n", " ").replace("  ", " ")
+
+
+def test_prove_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    to_csv(interleaved_1f1b(4, 8), tmp_path / "looped.csv")
+    found = as_json(capsys, "prove", tmp_path / "looped.csv", "--channels", "shared", code=1)
+    assert found["kind"] == "DeadlockError"
+    assert "The same order is safe with 'per-edge' channels" in found["error"]
+    (tmp_path / "bad.csv").write_text("0F0,0X0\n")
+    assert "bad.csv, line 1, cell 2" in as_json(capsys, "prove", tmp_path / "bad.csv", code=1)["error"]
+    assert as_json(capsys, "prove", tmp_path / "none.csv", code=1)["kind"] == "FileNotFoundError"
+
+
+def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schedule, plan, trace = tmp_path / "mine.csv", tmp_path / "plan.csv", tmp_path / "trace.json"
+    to_csv(custom(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]), schedule)
+    to_csv(lower(one_f_one_b(2, 2)), plan)
+    shown = as_json(capsys, "timeline", schedule, plan, "--picture", trace)
+    assert [timeline["seconds"] for timeline in shown["timelines"]] == [9.0, 9.0]
+    again = as_json(capsys, "timeline", trace)
+    assert [timeline["name"] for timeline in again["timelines"]] == ["mine, simulated", "plan, simulated"]
+    assert again["timelines"][0]["bubble_per_rank"] == pytest.approx([1 / 3, 1 / 3])
+    text = as_text(capsys, "timeline", schedule, "--forward", 2, "--backward", 2)
+    assert "mine, simulated: 12 s, bubble 33.3%" in text
+    assert "F0" in text
+
+
+def test_pictures_of_other_kinds_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(to_perfetto())
+    to_csv(one_f_one_b(2, 2), tmp_path / "a.csv")
+    found = as_json(capsys, "timeline", tmp_path / "a.csv", "--picture", tmp_path / "a.gif", code=1)
+    assert "a picture is an .svg, .png or .json (Perfetto) file, got a.gif" in found["error"]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "doctor")
+    assert found["transports"]["loopback"] == "works"
+    assert found["transports"]["gloo"] in ("works", "not built into torch")
+    assert found["versions"]["torch"]
+    assert found["ok"]
+
+
+def test_doctor_says_what_failed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr("stepwell._cli_doctor._two_processes", broken)
+    found = as_json(capsys, "doctor", code=1)
+    assert found["transports"]["gloo"] == "failed: RuntimeError: no route to host"
+    assert not found["ok"]
+
+
+def test_without_rich_a_sentence_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    to_csv(one_f_one_b(2, 2), tmp_path / "a.csv")
+    assert cli.main(["prove", str(tmp_path / "a.csv")]) == 2
+    assert "pip install 'stepwell[cli]', or use --json" in capsys.readouterr().err
+    assert as_json(capsys, "prove", tmp_path / "a.csv")["ok"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("40GiB", 40 * 2**30), ("8e9", 8 * 10**9), ("2.5 MB", 2_500_000), ("7", 7)])
+def test_sizes(text: str, size: int) -> None:
+    from stepwell._cli_plan import _size
+
+    assert _size(text) == size
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["plan", "x.json"], ["plan", "x", "--ranks", "2", "--batch", "2", "--memory", "big"]]
+)
+def test_arguments_that_make_no_sense(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_python_m_stepwell(tmp_path: Path) -> None:
+    to_csv(one_f_one_b(2, 2), tmp_path / "a.csv")
+    done = subprocess.run(
+        [sys.executable, "-m", "stepwell", "prove", str(tmp_path / "a.csv"), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["schedule"] == "a"
