@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepwell
-from stepwell_stage import schedules
+from stepwell_stage import Costs, Kind, Plan, Timeline, schedules, simulate
+from stepwell_stage.exceptions import StageError
 
 VOCABULARY = 256  # bytes
 
@@ -148,19 +149,18 @@ class Check:
 
 def train(world: stepwell.World, model: nn.Sequential, text: bytes, options: argparse.Namespace) -> bool:
     """What every rank does. Returns whether the check, if asked for, went well."""
-    last = world.size - 1
+    schedule = schedules.BY_NAME[options.schedule](options.stages, options.microbatches)
+    last = schedule.placement.ranks[-1]
     speaks = world.rank == last
     check = Check(model, options) if options.check and speaks else None
     whole = copy.deepcopy(model) if speaks else None
-    pipe = stepwell.pipeline(
-        model, world, loss_fn=loss_fn, schedule=options.schedule, microbatches=options.microbatches, trace=True
-    )
+    pipe = stepwell.pipeline(model, world, loss_fn=loss_fn, schedule=schedule, trace=True)
     optimizer = optimizer_for(pipe.parameters(), options)
     console = Console(quiet=not speaks, highlight=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
-        f"GPT of {parameters / 1e6:.2f} M parameters, {options.layers} layers in {world.size} stages on"
-        f" {'threads' if options.launcher == 'loopback' else 'processes'} ({options.device}), {options.schedule},"
+        f"GPT of {parameters / 1e6:.2f} M parameters, {options.layers} layers in {schedule.placement.num_stages} stages on"
+        f" {world.size} {'threads' if options.launcher == 'loopback' else 'processes'} ({options.device}), {schedule.name},"
         f" {options.microbatches} microbatches; {len(text) / 1e3:.0f} kB of text"
     )
     with Progress(
@@ -195,10 +195,12 @@ def train(world: stepwell.World, model: nn.Sequential, text: bytes, options: arg
                 if not console.is_terminal and (step % max(1, options.steps // 10) == 0 or step == 1):
                     console.print(f"step {step:4d}/{options.steps}  {figures}")
     weights = stepwell.gather(world.transport, dict(pipe.named_parameters()), to=last)
-    if whole is None or weights is None:
+    if whole is None or weights is None or timeline is None:
         return True
     whole.load_state_dict({name: value for part in weights for name, value in part.items()})
-    console.print(f"\nlast step:\n{timeline.to_text(min(console.width, 120)) if timeline else ''}")
+    predicted = predict(pipe.executor.plan, timeline)
+    for what, picture in (("last step, as measured", timeline), ("as predicted from its actions", predicted)):
+        console.print(f"\n{what}:\n{picture.to_text(min(console.width, 120))}", markup=False)
     console.print(f"\nsample:\n{sample(whole.to(options.device), options)}\n", markup=False)
     console.print(f"loss {first:.3f} in the first step, {loss:.3f} in the last")
     if check is None:
@@ -206,6 +208,21 @@ def train(world: stepwell.World, model: nn.Sequential, text: bytes, options: arg
     right, sentence = check.report()
     console.print(sentence)
     return right
+
+
+def predict(plan: Plan, measured: Timeline) -> Timeline:
+    """The step that the schedule makes of actions as long as they were on average, if nothing else took time."""
+    times: dict[tuple[Kind, int], list[float]] = {}
+    for event in measured.events:
+        times.setdefault((event.action.kind, event.action.stage), []).append(event.seconds)
+
+    def average(kind: Kind) -> list[float]:
+        found = (times.get((kind, stage), [0.0]) for stage in range(plan.placement.num_stages))
+        return [sum(numbers) / len(numbers) for numbers in found]
+
+    whole, inputs, rest = average(Kind.B), average(Kind.I), average(Kind.W)
+    backward = [one or two + three for one, two, three in zip(whole, inputs, rest, strict=True)]
+    return simulate(plan, Costs(average(Kind.F), backward, inputs, rest)).timeline
 
 
 @torch.no_grad()
@@ -223,7 +240,12 @@ def sample(model: nn.Module, options: argparse.Namespace, length: int = 160) -> 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes]:
     """Options and text; whatever does not fit together ends here, with a sentence and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4, help="pipeline stages, one a rank (default 4)")
+    parser.add_argument(
+        "--stages",
+        type=int,
+        default=4,
+        help="ranks; most schedules have one stage a rank, some two (default 4)",
+    )
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(schedules.BY_NAME)} (default 1f1b)")
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches a batch is cut into (default 8)")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default 60)")
@@ -249,10 +271,14 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if options.schedule not in schedules.BY_NAME:
         parser.error(f"--schedule must be one of {', '.join(schedules.BY_NAME)}, got {options.schedule!r}")
-    if options.stages > options.layers + 2:
+    try:
+        stages = schedules.BY_NAME[options.schedule](options.stages, options.microbatches).placement.num_stages
+    except StageError as error:
+        parser.error(f"--schedule {options.schedule} with --stages {options.stages}: {error}")
+    if stages > options.layers + 2:
         parser.error(
-            f"--stages {options.stages} needs as many pieces, but {options.layers} layers, embedding and head make"
-            f" {options.layers + 2}: use fewer stages or more --layers"
+            f"--stages {options.stages} with --schedule {options.schedule} needs {stages} pieces, but {options.layers} layers,"
+            f" embedding and head make {options.layers + 2}: use fewer stages or more --layers"
         )
     if options.batch < options.microbatches:
         parser.error(

@@ -82,12 +82,13 @@ class Pipeline:
     Attributes:
         executor: what runs this rank's stages.
         world: which rank this is.
+        last_rank: the rank of the last stage, which gets outputs and timelines.
     """
 
     def __init__(self, executor: Executor, world: World) -> None:
         self.executor = executor
         self.world = world
-        self._last = executor.plan.placement.ranks[-1]
+        self.last_rank = executor.plan.placement.ranks[-1]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, for an optimizer."""
@@ -136,7 +137,7 @@ class Pipeline:
         """
         if not self.executor.events:
             raise PipelineError("nothing was traced: pass trace=True to pipeline(), and take a step first")
-        return gather_timeline(self.executor, to=self._last)
+        return gather_timeline(self.executor, to=self.last_rank)
 
     def _inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if self.executor.is_first else ()
@@ -147,8 +148,8 @@ class Pipeline:
     def _share_loss(self) -> float | None:
         """The last rank's loss, on every rank: one message of two numbers to each."""
         world, loss = self.world, self.executor.loss
-        if world.rank != self._last:
-            receive = Recv(Op(OpKind.RECV_F, Edge(self._last, world.rank), 0, -4), _LOSS)
+        if world.rank != self.last_rank:
+            receive = Recv(Op(OpKind.RECV_F, Edge(self.last_rank, world.rank), 0, -4), _LOSS)
             (message,) = world.transport.post([receive]).wait()
             known, value = message.tolist()
             return value if known else None
