@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from stepwell_p2p import LoopbackFabric, Rules, Transport
 from stepwell_p2p.exceptions import PeerFailure
+
+torch.set_num_threads(1)  # ranks are threads, and would each have threads of their own: many times slower on few cores
 
 
 def run_on_threads(

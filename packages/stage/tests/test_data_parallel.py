@@ -154,9 +154,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def all_schedules(wrap: Wrap) -> dict[str, list[dict[str, Any]]]:
     """Gradients after one step and after a second on top of it, by schedule and name of the parameter in the plain model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    transport = C10dTransport(mesh.get_group("pp"))
     found = {}
     for make in SCHEDULES:
+        transport = C10dTransport(mesh.get_group("pp"))
         layers = build_layers()
         names = {id(layer): f"{i}." for i, layer in enumerate(layers)}
         executor = executor_on(mesh, wrap, make(2, 4), layers, transport)
@@ -172,6 +172,7 @@ def all_schedules(wrap: Wrap) -> dict[str, list[dict[str, Any]]]:
                         grads |= {names[id(layer)] + n: whole(p.grad).clone() for n, p in layer.named_parameters()}
             steps.append(grads)
         found[executor.plan.schedule.name] = steps
+        transport.close()
     return found
 
 
