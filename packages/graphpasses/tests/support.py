@@ -124,7 +124,10 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: full(p.grad) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: None if p.grad is None else full(p.grad).clone()
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,10 +8,26 @@ from ._graph import JointGraph
 from ._pass import GraphPass, PassContext, PassContract
 from ._pipeline import PassPipeline, PassReport
 from ._plan import ParallelPlan, ResolvedPlan, shard
+from ._stages import automatic_owners, planned_owners
 from ._table import Layout, Parameter, ParameterTable
 from ._trace import trace
 from ._variants import FULL, FULL_AFTER_NONE, FULL_AFTER_SCATTER, NONE, SCATTER, Variant
-from .passes import DataParallelPass, default_passes
+from ._verify import Verification, verify
+from .passes import (
+    BucketPass,
+    CostModel,
+    Crossing,
+    DataParallelPass,
+    DeadCollectivePass,
+    OverlapPass,
+    Piece,
+    RematPass,
+    ReshardPass,
+    SplitGraph,
+    SplitPass,
+    default_passes,
+    pieces,
+)
 
 __all__ = [
     "FULL",
@@ -19,11 +35,16 @@ __all__ = [
     "FULL_AFTER_SCATTER",
     "NONE",
     "SCATTER",
+    "BucketPass",
+    "CostModel",
+    "Crossing",
     "DataParallelPass",
+    "DeadCollectivePass",
     "GraphCompiler",
     "GraphPass",
     "JointGraph",
     "Layout",
+    "OverlapPass",
     "ParallelPlan",
     "Parameter",
     "ParameterTable",
@@ -32,10 +53,20 @@ __all__ = [
     "PassContract",
     "PassPipeline",
     "PassReport",
+    "Piece",
+    "RematPass",
+    "ReshardPass",
     "ResolvedPlan",
     "SpecializationStats",
+    "SplitGraph",
+    "SplitPass",
     "Variant",
+    "Verification",
+    "automatic_owners",
     "default_passes",
+    "pieces",
+    "planned_owners",
     "shard",
     "trace",
+    "verify",
 ]

@@ -206,9 +206,8 @@ class GraphCompiler:
         executable = self._executable(inputs, self._variant(sync=sync), backward=True)
         carried = self._carried if executable.variant.carries == "whole" else self._carried_parts
         output = self._run(executable, inputs, carried if executable.variant.carries != "nothing" else {})
-        assert self._live is not None
         if sync:
-            self._live.accumulate(output.gradients)
+            self.live.accumulate(output.gradients)
             self._carried, self._carried_parts = {}, {}
         else:
             kept = self._carried if executable.variant == NONE else self._carried_parts
@@ -270,27 +269,36 @@ class GraphCompiler:
         self._special.clear()
         return self
 
+    @property
+    def live(self) -> LiveModel:
+        """The link to the model's parameters.
+
+        Raises:
+            ModelStateError: nothing is compiled yet.
+        """
+        if self._live is None:
+            raise ModelStateError("nothing is compiled yet; call compile or forward_backward first")
+        return self._live
+
+    def run(self, inputs: Mapping[str, Any], variant: Variant = FULL) -> StepOutput:
+        """Run one graph and hand its gradients over, without adding them to ``param.grad``."""
+        return self._run(self._executable(inputs, variant, backward=True), inputs, {})
+
     def graph(self, variant: Variant = FULL) -> JointGraph:
         """The finished graph of the latest capture with gradients.
 
         Raises:
             ModelStateError: nothing is compiled yet.
         """
-        captures = [capture for capture in self._captures if capture.joint.gradients]
-        if not captures or self._live is None:
-            raise ModelStateError("nothing is compiled yet; call compile or forward_backward first")
-        return self._get(self._live, captures[-1], variant).joint
+        return self._get(self.live, self._latest(), variant).joint
 
     def source_graph(self) -> JointGraph:
         """The latest capture with gradients as it was before any pass."""
-        self.graph()
-        return [capture for capture in self._captures if capture.joint.gradients][-1].joint
+        return self._latest().joint
 
     def build(self, joint: JointGraph, variant: Variant = FULL) -> JointGraph:
         """Run this compiler's passes on another capture of the same model."""
-        if self._live is None:
-            raise ModelStateError("nothing is compiled yet; call compile or forward_backward first")
-        return self._pipeline.run(joint, self._context(self._live, variant))
+        return self._pipeline.run(joint, self._context(self.live, variant))
 
     def print_graph(self, variant: Variant = FULL, *, file: TextIO | None = None) -> None:
         """Write the finished graph as code, to standard output by default."""
@@ -310,6 +318,12 @@ class GraphCompiler:
         return explain(self.graph().notes, subject)
 
     # What follows decides; forward_backward and compile act.
+
+    def _latest(self) -> Capture:
+        captures = [capture for capture in self._captures if capture.key[0]]
+        if not captures:
+            raise ModelStateError("nothing is compiled yet; call compile or forward_backward first")
+        return captures[-1]
 
     def _lay_out(self) -> LiveModel:
         table = parameter_table(self.model, param_dtype=self.config.param_dtype)
@@ -367,9 +381,8 @@ class GraphCompiler:
 
     def _executable(self, inputs: Mapping[str, Any], variant: Variant, *, backward: bool) -> Executable:
         if self._live is None or not self._captures:
-            self.compile(**inputs)
-        live = self._live
-        assert live is not None
+            self.compile(**inputs)  # also after to(), which drops the graphs
+        live = self.live
         key = self._key(live, backward=backward)
         candidates = [capture for capture in self._captures if capture.key == key]
         for capture in candidates:
@@ -434,8 +447,7 @@ class GraphCompiler:
     def _run(
         self, executable: Executable, inputs: Mapping[str, Any], carried: Mapping[str, torch.Tensor]
     ) -> StepOutput:
-        live, joint = self._live, executable.joint
-        assert live is not None
+        live, joint = self.live, executable.joint
         flat = joint.guards.flatten(inputs)
         return executable(live.values(), live.buffer_values(joint.buffers), flat, carried)
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from . import _compat as compat
-from ._graph import JointGraph, is_getitem, is_mutation, is_view, value_of
+from ._graph import JointGraph, is_getitem, is_mutation, is_view, mutated_arguments, value_of
 
 
 @attrs.frozen
@@ -35,13 +35,23 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     return roots
 
 
+def writers_of_memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each value whose memory is written in place, also through a view, the last node that does so."""
+    roots = memory_roots(graph)
+    return {root: node for node in graph.nodes for target in mutated_arguments(node) for root in roots[target]}
+
+
 def estimate_peak(joint: JointGraph) -> Peak:
     """The peak of a run of the graph in order, each value freed after its last reader."""
     roots = memory_roots(joint.graph)
     order = list(joint.graph.nodes)
     last: dict[fx.Node, int] = {}
     for index, node in enumerate(order):
-        for source in (*node.all_input_nodes, node):
+        # What a collective reads is held until it has been waited for.
+        held = (
+            [s for start in node.all_input_nodes for s in start.all_input_nodes] if node.target is compat.WAIT else []
+        )
+        for source in (*node.all_input_nodes, *held, node):
             for root in roots[source]:
                 last[root] = index
     frees: dict[int, list[fx.Node]] = {}

@@ -79,7 +79,7 @@ def trace(
             torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=target if b.is_meta else b.device)
             for b, _ in buffers
         ]
-        with _casting(model, cast_inputs_of, param_dtype), step.scopes.watch(model):
+        with casting(model, cast_inputs_of, param_dtype), step.scopes.watch(model):
             module = _capture(step, [*parameters, *fake_buffers, *faked.tensors])
     _name_placeholders(module, table, buffers, faked)
     step.scopes.annotate(module.graph)
@@ -138,7 +138,7 @@ class _Step(nn.Module):
         """The step on flat inputs; what is returned becomes the graph's outputs."""
         values: dict[str, torch.Tensor] = {}
         for parameter, tensor in zip(self.table, flat, strict=False):
-            values |= dict.fromkeys(("model." + name for name in parameter.names), _as_in_model(parameter, tensor))
+            values |= dict.fromkeys(("model." + name for name in parameter.names), as_in_model(parameter, tensor))
         for names, tensor in zip(self.buffer_names, flat[len(self.table) :], strict=False):
             values |= dict.fromkeys(("model." + name for name in names), tensor)
         return torch.func.functional_call(self, values, (flat, values))  # type: ignore[no-any-return]
@@ -153,7 +153,7 @@ class _Step(nn.Module):
         leaves = iter(flat[len(self.table) + len(self.buffer_names) :])
         inputs = compat.tree_map_tensors(lambda _: next(leaves), self.faked.tree)
         with nullcontext() if self.backward else torch.no_grad():
-            loss, named = _as_losses(self.train_fn(self.model, **inputs))
+            loss, named = as_losses(self.train_fn(self.model, **inputs))
         self._write_replaced_buffers(values)
         self.losses = tuple((name, None if isinstance(v, torch.Tensor) else v) for name, v in named.items())
         outputs = (loss.detach(), *(v.detach() for v in named.values() if isinstance(v, torch.Tensor)))
@@ -188,7 +188,7 @@ class _Step(nn.Module):
                     before.copy_(now)
 
 
-def _as_in_model(parameter: Parameter, tensor: torch.Tensor) -> torch.Tensor:
+def as_in_model(parameter: Parameter, tensor: torch.Tensor) -> torch.Tensor:
     """What the model's code sees: with tensor parallelism a DTensor around this rank's part."""
     layout = parameter.tensor_parallel
     if layout is None:
@@ -212,7 +212,12 @@ def _refuse_inner_backward(name: str) -> Callable[[torch.Tensor], None]:
     return refuse
 
 
-def _as_losses(result: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+def as_losses(result: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What a train function returned as the loss and the named losses.
+
+    Raises:
+        CaptureError: it is neither a loss nor a loss and named losses.
+    """
     named: Any = {}
     loss = result
     if isinstance(result, tuple) and len(result) == 2:
@@ -319,7 +324,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _casting(model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> Iterator[None]:
+def casting(model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> Iterator[None]:
     """Cast the floating-point inputs of the model and of the named modules, as mixed precision of FSDP2 does."""
     if dtype is None:
         yield

@@ -7,7 +7,7 @@ says what to change. :class:`PassError`, :class:`LintError`, :class:`GradientErr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stepwell_meta.exceptions import StepwellError
 
@@ -21,6 +21,7 @@ __all__ = [
     "GuardError",
     "LintError",
     "ModelStateError",
+    "NumericsError",
     "PassError",
     "PeerMismatchError",
     "PipelineOrderError",
@@ -109,6 +110,18 @@ class ModelStateError(GraphUsageError):
 
 class GradientError(GraphError):
     """The gradients that a graph gave are not those that the model needs: another number, name, or shape."""
+
+
+class NumericsError(GraphError):
+    """A graph's loss or gradients are not those of eager.
+
+    Attributes:
+        errors: the relative error of each parameter's gradient.
+    """
+
+    def __init__(self, message: str, *, errors: Mapping[str, float]) -> None:
+        super().__init__(message)
+        self.errors = dict(errors)
 
 
 class PassError(GraphError):

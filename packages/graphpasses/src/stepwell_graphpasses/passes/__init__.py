@@ -9,14 +9,20 @@ from ._default import default_passes
 from ._overlap import CostModel, OverlapPass
 from ._remat import RematPass
 from ._reshard import ReshardPass
+from ._split import Crossing, Piece, SplitGraph, SplitPass, pieces
 
 __all__ = [
     "BucketPass",
     "CostModel",
+    "Crossing",
     "DataParallelPass",
     "DeadCollectivePass",
     "OverlapPass",
+    "Piece",
     "RematPass",
     "ReshardPass",
+    "SplitGraph",
+    "SplitPass",
     "default_passes",
+    "pieces",
 ]

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from .._collectives import Writer, scaling
-from .._graph import JointGraph, first_of, mutated_arguments, phase_of, positions, value_of
+from .._graph import JointGraph, first_of, phase_of, positions, value_of
+from .._memory import writers_of_memory
 from .._pass import PassContext, PassContract
 from .._table import Layout, Parameter
 from ..exceptions import GradientError, PlanError
@@ -32,12 +33,13 @@ class DataParallelPass:
     def run(self, joint: JointGraph, context: PassContext) -> None:
         """Rewrite the graph for the context's topology and variant."""
         position = positions(joint.graph)
+        writers = writers_of_memory(joint.graph)
         nodes = joint.parameter_nodes
         for parameter in joint.table:
             layout = context.layouts[parameter.name]
             joint.units[parameter.name] = layout.unit
             joint.notes.append((parameter.name, layout.reason))
-            _enter(joint, context, parameter, layout, nodes[parameter.name], position)
+            _enter(joint, context, parameter, layout, nodes[parameter.name], position, writers)
         _leave(joint, context)
 
 
@@ -48,6 +50,7 @@ def _enter(
     layout: Layout,
     placeholder: fx.Node,
     position: Mapping[fx.Node, int],
+    writers: Mapping[fx.Node, fx.Node],
 ) -> None:
     """Make the placeholder this rank's stored part, and give readers the whole in the compute dtype."""
     readers = list(placeholder.users)
@@ -61,12 +64,11 @@ def _enter(
         return
     if not layout.sharded and parameter.dtype == parameter.compute_dtype:
         return
-    for reader in readers:
-        if placeholder in mutated_arguments(reader):
-            raise PlanError(
-                f"the step writes to parameter {parameter.name} ({reader.target}), which a gathered or cast copy would lose;"
-                " leave it out of the plan, or make it a buffer"
-            )
+    if (writer_node := writers.get(placeholder)) is not None:
+        raise PlanError(
+            f"the step writes to parameter {parameter.name} ({writer_node.target}), which a gathered or cast copy would lose;"
+            " leave it out of the plan, or make it a buffer"
+        )
     first = first_of(readers, position)
     writer = Writer(
         joint.mode,

@@ -19,12 +19,11 @@ from .._graph import (
     JointGraph,
     first_of,
     is_getitem,
-    is_random,
     is_view,
-    mutated_arguments,
     phase_of,
     positions,
 )
+from .._memory import writers_of_memory
 from .._pass import PassContext, PassContract
 from ..exceptions import GraphWarning
 
@@ -52,6 +51,7 @@ class ReshardPass:
     def run(self, joint: JointGraph, context: PassContext) -> None:
         """Rewrite the graph."""
         position = positions(joint.graph)
+        written = writers_of_memory(joint.graph)
         gathers = [n for n in joint.graph.nodes if is_start(n, "gather") and phase_of(n) == "forward"]
         last_unit = joint.units[_comm(gathers[-1]).params[0]] if gathers and self.keep_last else None
         kept: dict[str, str] = {}
@@ -61,17 +61,19 @@ class ReshardPass:
                 kept[name] = "stays gathered: reshard_after_forward is False for it"
             elif last_unit is not None and joint.units[name] == last_unit:
                 kept[name] = "stays gathered: backward reads the last unit first"
-            elif (reason := _gather_again(joint, gather, position)) is not None:
+            elif (reason := _gather_again(joint, gather, position, written)) is not None:
                 kept[name] = f"stays gathered: {reason}"
                 warnings.warn(f"parameter {name} {kept[name]}", GraphWarning, stacklevel=2)
         joint.notes += list(kept.items())
         joint.kept |= frozenset(kept)
 
 
-def _gather_again(joint: JointGraph, gather: fx.Node, position: dict[fx.Node, int]) -> str | None:
+def _gather_again(
+    joint: JointGraph, gather: fx.Node, position: dict[fx.Node, int], written: dict[fx.Node, fx.Node]
+) -> str | None:
     """Give backward readers a second gather; or say why that cannot be."""
     graph = joint.graph
-    family = _family(gather)
+    family = _family(gather, written)
     readers = [
         user
         for node in family
@@ -80,10 +82,8 @@ def _gather_again(joint: JointGraph, gather: fx.Node, position: dict[fx.Node, in
     ]
     if not readers:
         return None
-    for node in family:
-        for user in node.users:
-            if any(written in family for written in mutated_arguments(user)):
-                return f"{user.target} in {user.meta['fqn'] or 'the train step'} writes to it"
+    if (writer := written.get(gather)) is not None:
+        return f"{writer.target} in {writer.meta['fqn'] or 'the train step'} writes to it"
     first = first_of(readers, position)
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -107,7 +107,7 @@ def _gather_again(joint: JointGraph, gather: fx.Node, position: dict[fx.Node, in
     return None
 
 
-def _family(gather: fx.Node) -> dict[fx.Node, None]:
+def _family(gather: fx.Node, written: dict[fx.Node, fx.Node]) -> dict[fx.Node, None]:
     """The gather and everything in forward that is nothing but another look at what it brought, in graph order."""
     family = {gather: None}
     waiting = [gather]
@@ -116,7 +116,7 @@ def _family(gather: fx.Node) -> dict[fx.Node, None]:
             if user in family or user.op != "call_function" or phase_of(user) == "backward":
                 continue
             looks = is_view(user) or is_getitem(user) or user.target in COPIES or comm_of(user) is not None
-            if looks and not is_random(user) and all(source in family for source in user.all_input_nodes):
+            if looks and user not in written and all(source in family for source in user.all_input_nodes):
                 family[user] = None
                 waiting.append(user)
     return family

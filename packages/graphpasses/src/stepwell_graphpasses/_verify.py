@@ -1,0 +1,171 @@
+"""Is a compiled step what it claims to be? Rules of the graph, agreement of ranks, and numbers against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from . import _compat as compat
+from ._compiler import GraphCompiler
+from ._lint import lint
+from ._live import LiveModel
+from ._signature import agree, signature
+from ._table import Parameter
+from ._trace import as_in_model, as_losses, casting
+from ._variants import FULL
+from .exceptions import NumericsError
+
+
+@attrs.frozen
+class Verification:
+    """What was found right.
+
+    Attributes:
+        collectives: number of collectives that all ranks agree on.
+        loss_error: largest difference of the loss against eager; None where numbers were not checked.
+        gradient_errors: for each parameter the largest difference of its gradient, relative to its largest element.
+    """
+
+    collectives: int
+    loss_error: float | None
+    gradient_errors: Mapping[str, float]
+
+
+def verify(
+    compiler: GraphCompiler, inputs: Mapping[str, Any] | None = None, *, tolerance: float | None = None
+) -> Verification:
+    """Check a compiled step; collective. The model, its gradients, its buffers and the generators stay as they are.
+
+    Args:
+        compiler: compiled.
+        inputs: this rank's batch for the numeric check; None: structure only (all that fake process groups allow).
+        tolerance: largest relative error of a gradient; None: what the coarsest dtype on its way explains.
+
+    Example::
+
+        print(verify(compiler, batch).gradient_errors)
+
+    Raises:
+        LintError: the graph breaks a rule.
+        PeerMismatchError: ranks have other collectives, or the same in another order, or on other data.
+        NumericsError: loss or gradients differ from eager by more than the tolerance.
+    """
+    joint = compiler.graph()
+    lint(joint)
+    entries = signature(joint)
+    agree(compiler.topology, None, entries)
+    if inputs is None:
+        return Verification(len(entries), None, {})
+    live = compiler.live
+    with _restored(compiler.model):
+        got = compiler.run(inputs, FULL)
+    with _restored(compiler.model):
+        loss, expected = _eager(compiler, live, inputs)
+    config = compiler.config
+    errors = {}
+    for name, gradient in got.gradients.items():
+        reference = expected.get(name)
+        if reference is None:
+            reference = torch.zeros(joint.table[name].shape, device=gradient.device)
+        if compiler.layouts[name].sharded:
+            rows = live.rows(joint.table[name])
+            reference, gradient = reference[rows], gradient[: rows.stop - rows.start]
+        scale = max(float(expected[name].abs().max()), 1e-12) if name in expected else 1.0
+        errors[name] = float((gradient - reference).abs().max()) / scale if gradient.numel() else 0.0
+    if missing := sorted(set(expected) - set(errors)):
+        raise NumericsError(f"eager has gradients that the graph has not: {', '.join(missing)}", errors=errors)
+    loss_error = float((got.loss - loss).abs())
+    dtypes = [torch.float32, *(dtype for dtype in (config.param_dtype, config.reduce_dtype) if dtype is not None)]
+    limit = tolerance if tolerance is not None else 64 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    wrong = {name: error for name, error in errors.items() if not error <= limit}
+    if wrong or not loss_error <= limit * max(1.0, abs(float(loss))):
+        worst = ", ".join(
+            f"{name} by {error:.1e}" for name, error in sorted(wrong.items(), key=lambda item: -item[1])[:5]
+        )
+        raise NumericsError(
+            f"the graph differs from eager by more than {limit:.1e}: loss by {loss_error:.1e}; gradients: {worst or 'none'}",
+            errors=errors,
+        )
+    return Verification(len(entries), loss_error, errors)
+
+
+class _Eager(nn.Module):
+    def __init__(self, model: nn.Module, train_fn: Any) -> None:
+        super().__init__()
+        self.model, self.train_fn = model, train_fn
+
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        return self.train_fn(self.model, **inputs)
+
+
+def _eager(
+    compiler: GraphCompiler, live: LiveModel, inputs: Mapping[str, Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of this rank's batch, and gradients reduced over all ranks, by autograd on whole parameters."""
+    trainable = live.trainable()
+    leaves: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for parameter in live.table:
+        whole = _whole(live, parameter)
+        leaf = leaves[parameter.name] = (
+            whole.detach().to(parameter.compute_dtype).requires_grad_(trainable[parameter.name])
+        )
+        values |= dict.fromkeys(("model." + name for name in parameter.names), as_in_model(parameter, leaf))
+    units = {layout.unit for layout in live.layouts.values()}
+    with casting(compiler.model, units, compiler.config.param_dtype):
+        result = torch.func.functional_call(
+            _Eager(compiler.model, compiler.train_fn), values, (dict(inputs),), strict=False
+        )
+    loss, _ = as_losses(result)
+    wanted = [name for name, on in trainable.items() if on]
+    gradients = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
+    found = {}
+    for name, gradient in zip(wanted, gradients, strict=True):
+        if gradient is not None:
+            found[name] = _reduced(compiler, gradient.to(torch.float32)).to(live.table[name].dtype)
+    return loss.detach(), found
+
+
+def _whole(live: LiveModel, parameter: Parameter) -> torch.Tensor:
+    """A parameter as it was before data parallelism cut it."""
+    tensor = live.parameter(parameter.name)
+    local = (compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    layout, topology = live.layouts[parameter.name], live.topology
+    if not layout.sharded or topology is None or topology.shard_axis is None:
+        return local
+    padded = local.new_zeros((layout.padded_rows, *parameter.shape[1:]))
+    padded[: local.shape[0]] = local
+    parts = [torch.empty_like(padded) for _ in layout.rows]
+    dist.all_gather(parts, padded, group=topology.mesh.get_group(topology.shard_axis))
+    return torch.cat([part[:rows] for part, rows in zip(parts, layout.rows, strict=True)])
+
+
+def _reduced(compiler: GraphCompiler, gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.contiguous()
+    ranks = 1
+    if compiler.topology is not None:
+        ranks = compiler.topology.degrees.total
+        for axis in compiler.topology.axis_names:
+            dist.all_reduce(gradient, group=compiler.topology.mesh.get_group(axis))
+    reduce = compiler.config.reduce
+    return gradient / (ranks if reduce == "avg" else 1 if reduce == "sum" else reduce)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Buffers and generators are set back at the end."""
+    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

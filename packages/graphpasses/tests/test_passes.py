@@ -1,0 +1,552 @@
+"""What the passes do to a graph, and that results stay the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import graphpasses_support as support
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stepwell_graphpasses import GraphCompiler, PassConfig, shard
+from stepwell_graphpasses._collectives import comm_of, starts, wait_of
+from stepwell_graphpasses._graph import is_random, phase_of, positions
+from stepwell_graphpasses._lint import find_problems
+from stepwell_graphpasses._memory import estimate_peak
+from stepwell_graphpasses.exceptions import GraphWarning, PassError
+from stepwell_graphpasses.passes import (
+    BucketPass,
+    DataParallelPass,
+    DeadCollectivePass,
+    OverlapPass,
+    RematPass,
+    ReshardPass,
+    default_passes,
+)
+from stepwell_graphpasses.testing import LiveBytes, check_graph_pass, fake_world
+from stepwell_meta.testing import WorkerPool
+
+GPT = {"tokens": support.tokens(rank=0)}
+
+
+def gpt(**options: Any) -> Any:
+    return lambda: support.TinyGPT(**options)
+
+
+def compiled(config: PassConfig | None = None, make: Any = None, inputs: Any = None, **options: Any) -> GraphCompiler:
+    train_fn = options.pop("train_fn", support.gpt_loss)
+    make = make or gpt(layers=3)
+    return GraphCompiler(support.seeded(make), train_fn, config, **options).compile(**(inputs or GPT))
+
+
+class Views(nn.Module):
+    """Looks at its parameters in every way that forward saves for backward."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.stacked = nn.Parameter(torch.randn(4, width, width))
+        self.wide = nn.Parameter(torch.randn(3 * width, width))
+        self.flat = nn.Parameter(torch.randn(width * width))
+        self.row = nn.Parameter(torch.randn(1, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.wide.chunk(3)
+        d, e = self.wide.split([12, 6])
+        x = (
+            torch.tanh(x @ a.t())
+            @ b
+            @ c[:, 1:].t().contiguous().t().mT.expand(5, 6).permute(1, 0).to(torch.float64).float()
+        )
+        x = torch.tanh(x @ self.flat.view(6, 6)[:5] * self.row.expand(x.shape[0], -1))
+        return torch.tanh(
+            torch.bmm(x.expand(2, -1, -1), self.stacked[1:3].transpose(1, 2)).sum(0) @ self.stacked[0] @ e
+        ) + (d.sum() * self.stacked.select(0, 3).mean())
+
+
+XY = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), "y": torch.zeros(4, 6)}
+
+
+def s11_s27_s32_s34_s35() -> dict[str, Any]:
+    """Many pipelines on the same models; gradients are compared bit for bit."""
+    found: dict[str, Any] = {}
+
+    def gradients(make: Any, config: dict[str, Any], train_fn: Any, inputs: Any, **options: Any) -> Any:
+        c = GraphCompiler(support.seeded(make), train_fn, PassConfig(**config), **options)
+        loss, _ = c.forward_backward(**inputs)
+        return loss.clone(), support.gradients(c.model), c
+
+    def same(name: str, left: Any, right: Any) -> None:
+        found[name] = (float((left[0] - right[0]).abs()), support.difference(left[1], right[1]))
+
+    mine = {"x": XY["x"] + dist.get_rank(), "y": XY["y"]}
+    off = gradients(Views, {"reshard_after_forward": False, "bucket_by": "none"}, support.mse_loss, mine)
+    on = gradients(Views, {"bucket_by": "none"}, support.mse_loss, mine)
+    same("views", off, on)
+    found["views gathers"] = [len(starts(item[2].graph().graph, "gather")) for item in (off, on)]
+    found["views kept"] = sorted(on[2].graph().kept)
+    same("views bucketed", off, gradients(Views, {"bucket_by": "bytes"}, support.mse_loss, mine))
+
+    tokens = {"tokens": support.tokens()}
+    off = gradients(
+        gpt(), {"reshard_after_forward": False, "bucket_by": "none", "prefetch": 0}, support.gpt_loss, tokens
+    )
+    for name, config in {
+        "module": {},
+        "deep": {"prefetch": 3, "bucket_by": "none"},
+        "last stays": {"reshard_after_forward": {"**": True, "layers.1": False}},
+    }.items():
+        item = gradients(gpt(), config, support.gpt_loss, tokens)
+        same(name, off, item)
+        found[name, "gathers"] = len(starts(item[2].graph().graph, "gather"))
+        found[name, "kept"] = {n.split(".")[1] for n in item[2].graph().kept}
+
+    def mixed() -> nn.Module:
+        model = support.MLP(6, 6, 6, 6)
+        model.layers[1].to(torch.bfloat16)
+        return model
+
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return F.mse_loss(x.float(), y)
+
+    apart = gradients(mixed, {"bucket_by": "none"}, step, mine)
+    together = gradients(mixed, {"bucket_by": "bytes"}, step, mine)
+    same("mixed", apart, together)
+    found["mixed dtypes"] = {str(g.dtype) for g in together[1].values()}
+    found["mixed buckets"] = [
+        len({together[2].graph().table[name].dtype for name in comm_of(n).params})
+        for n in starts(together[2].graph().graph)
+    ]
+    ddp = [
+        gradients(gpt(layers=1), {"dp_mode": "ddp", "bucket_by": b}, support.gpt_loss, tokens)
+        for b in ("none", "bytes")
+    ]
+    same("ddp", *ddp)
+    found["ddp reductions"] = [len(starts(item[2].graph().graph)) for item in ddp]
+    return found
+
+
+def test_s11_s27_s32_s34_s35_bits_stay_whatever_is_resharded_bucketed_or_overlapped(workers: WorkerPool) -> None:
+    found = workers.run(s11_s27_s32_s34_s35, 2, deadline=115)[0]
+    for name in ("views", "views bucketed", "module", "deep", "last stays", "mixed", "ddp"):
+        assert found[name] == (0.0, 0.0), name
+    before, after = found["views gathers"]
+    assert before == 4
+    assert after > before  # S32: what is read again is gathered again
+    assert found["views kept"] == []  # S34: every kind of view is rebuilt
+    assert found["last stays", "kept"] == {"1"}  # S35
+    assert found["last stays", "gathers"] == found["module", "gathers"] - 1
+    assert found["mixed dtypes"] == {"torch.float32", "torch.bfloat16"}  # S11
+    assert set(found["mixed buckets"]) == {1}
+    assert found["ddp reductions"] == [16, 1]  # S27
+
+
+def s33() -> dict[str, int]:
+    peaks = {}
+    tokens = {"tokens": torch.randint(17, (1, 4))}
+    for name, config in {
+        "kept": {"reshard_after_forward": False},
+        "resharded": {},
+        "deep": {"prefetch": 3},
+    }.items():
+        make = gpt(width=64, hidden=256, layers=6)
+        c = GraphCompiler(support.seeded(make), support.gpt_loss, PassConfig(**config)).compile(**tokens)
+        with LiveBytes() as live:
+            c.forward_backward(**tokens)
+        peaks[name] = live.peak
+        peaks[name, "estimated"] = estimate_peak(c.graph()).bytes
+        peaks["parameters"] = sum(p.numel() * 4 for p in c.model.parameters())
+        peaks["layer"] = sum(p.numel() * 4 for p in c.model.layers[0].parameters())
+    return peaks
+
+
+def test_s33_measured_peak_falls_to_the_working_set(workers: WorkerPool) -> None:
+    peaks = workers.run(s33, 2, deadline=110)[0]
+    gradients = peaks["parameters"] / 2  # this rank's parts: the step's result
+    assert peaks["kept"] > 1.1 * peaks["parameters"]
+    # Two layers gathered (one in use, one ahead), one layer's gradients, and the packed rows of them.
+    assert peaks["resharded"] < gradients + 6 * peaks["layer"]
+    assert peaks["resharded"] < 0.85 * peaks["kept"]
+    assert peaks["resharded"] < peaks["deep"]
+    for name in ("kept", "resharded", "deep"):
+        assert peaks[name, "estimated"] == pytest.approx(peaks[name], rel=0.15)
+
+
+def test_s24_waits_and_s34_lifetimes_hold_on_64_ranks() -> None:
+    with fake_world(64):
+        for mode, extra in (("fsdp", {}), ("hsdp", {"fsdp_degree": 8}), ("ddp", {})):
+            joint = compiled(PassConfig(dp_mode=mode, **extra)).graph()
+            assert find_problems(joint) == []
+            for node in starts(joint.graph):
+                assert len(node.users) == 1
+                assert wait_of(node).users
+
+
+def test_s25_decisions_do_not_depend_on_hashes() -> None:
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        from torch import nn
+        from stepwell_graphpasses import GraphCompiler, PassConfig
+        from stepwell_graphpasses.testing import fake_world
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)))
+        with fake_world(4):
+            c = GraphCompiler(model, lambda m, x: m(x).sum(), PassConfig(prefetch=2)).compile(x=torch.randn(2, 6))
+            sys.stdout.write(str(c.graph().graph) + c.explain())
+        """
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (process.communicate(timeout=110)[0] for process in running)
+    assert first.count("all_gather_into_tensor") >= 5
+    assert first == second
+
+
+def test_reductions_are_where_gradients_are_made_and_gathers_at_the_first_use() -> None:
+    with fake_world(2):
+        joint = compiled(passes=[DataParallelPass()]).graph()
+    order = positions(joint.graph)
+    for node in starts(joint.graph, "gather"):
+        wait = wait_of(node)
+        reader = min((order[user] for user in wait.users), default=0)
+        assert reader - order[node] <= 6  # what the same reader needs may be gathered in between
+    reductions = starts(joint.graph, "reduce_scatter")
+    assert order[reductions[0]] < len(order) * 0.6  # not parked before the output
+    assert all(phase_of(node) == "backward" for node in reductions)
+
+
+def test_b13_added_nodes_say_what_they_are() -> None:
+    with fake_world(4):
+        joint = compiled(PassConfig(dp_mode="hsdp", fsdp_degree=2, reduce=3.0), plan=shard("layers.*")).graph()
+    kinds = {comm_of(n).kind for n in joint.graph.nodes if comm_of(n) is not None}
+    assert {"gather", "reduce_scatter", "all_reduce", "wait", "scale", "pack", "unpack"} <= kinds
+    for node in joint.graph.nodes:
+        comm = comm_of(node)
+        if comm is None:
+            continue
+        assert comm.params
+        assert set(comm.params) <= set(joint.table.names)
+        if comm.kind in ("gather", "reduce_scatter", "all_reduce", "wait"):
+            assert (comm.group, comm.size) in (("fsdp", 2), ("dp_replicate", 2))
+        assert (comm.kind == "wait") == (comm.waits_for is not None)
+        if comm.kind in ("reduce_scatter", "all_reduce"):
+            assert comm.op == "sum"
+            assert phase_of(node) == "backward"
+
+
+def test_b14_a_parameter_that_is_written_stays_gathered_and_a_warning_says_so() -> None:
+    with fake_world(2):
+        c = compiled(passes=[DataParallelPass()], make=Views, train_fn=support.mse_loss, inputs=XY)
+        joint = c.graph().copy()
+        graph = joint.graph
+        view = next(n for n in graph.nodes if n.target is torch.ops.aten.view.default and n.args[1] == [6, 6])
+        with graph.inserting_after(view):
+            write = graph.call_function(torch.ops.aten.mul_.Scalar, (view, 1.0))
+            write.meta = dict(view.meta)
+        with pytest.warns(GraphWarning, match=r"parameter flat stays gathered: aten.mul_.Scalar .* writes to it"):
+            ReshardPass().run(joint, c._context(c._live, c._variant(sync=True)))
+        assert joint.kept == {"flat"}
+        assert ("flat", "stays gathered: aten.mul_.Scalar in the train step writes to it") in joint.notes
+
+
+def test_a_write_to_a_sharded_parameter_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 6)
+            self.table = nn.Parameter(torch.ones(6, 6), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table.t().mul_(0.5)
+            return self.up(x) @ self.table
+
+    with fake_world(2), pytest.raises(PassError, match=r"writes to parameter table \(aten.mul_.Tensor\)"):
+        compiled(make=Writes, train_fn=support.mse_loss, inputs=XY)
+
+
+def test_b14_the_last_unit_may_stay() -> None:
+    with fake_world(2):
+        c = compiled(passes=[DataParallelPass(), ReshardPass(keep_last=True), BucketPass()])
+        joint = c.graph()
+    assert joint.kept == {"head.weight"}
+    assert find_problems(joint) == []
+
+
+def test_buckets_follow_modules_or_bytes_and_say_why_they_end() -> None:
+    with fake_world(2):
+        by_module = compiled(PassConfig(reshard_after_forward=False))
+        gathers = [comm_of(n).params for n in starts(by_module.graph().graph, "gather")]
+        assert [params[0].rpartition(".")[0] for params in gathers] == [
+            "embed",
+            "layers.0.norm1",
+            "layers.1.norm1",
+            "layers.2.norm1",
+            "norm",
+            "head",
+        ]
+        assert "module 'layers.1' has no more" in by_module.explain("bucket 2")
+        capped = compiled(PassConfig(bucket_by="bytes", bucket_mb=1000 / 2**20, reshard_after_forward=False))
+        assert "more than 1000" in capped.explain("bucket 0")
+        assert "it was the last gather" in capped.explain()
+        for node in starts(capped.graph().graph):
+            bytes_ = node.args[0].meta["val"].numel() * 4
+            assert bytes_ <= 1000 or len(comm_of(node).params) == 1
+        phases = compiled(PassConfig(bucket_by="bytes"))
+        assert "has another phase" in phases.explain()
+        for node in starts(phases.graph().graph, "gather"):
+            users = {phase_of(user) for user in wait_of(node).users}
+            assert users == {phase_of(node)}
+
+
+def test_gathers_are_prefetched_and_reductions_waited_for_late() -> None:
+    def distance(prefetch: int) -> tuple[int, int]:
+        """Of gathers ahead of use, and of reductions under way, the most at one time."""
+        joint = compiled(PassConfig(prefetch=prefetch)).graph()
+        order = positions(joint.graph)
+        ahead = under_way = most_ahead = most = 0
+        events = []
+        for node in starts(joint.graph):
+            kind = 0 if comm_of(node).kind == "gather" else 1
+            events += [(order[node], 1, kind), (order[wait_of(node)], -1, kind)]
+        for _, step, kind in sorted(events):
+            ahead += step * (kind == 0)
+            under_way += step * (kind == 1)
+            most_ahead, most = max(most_ahead, ahead), max(most, under_way)
+        return most_ahead, most
+
+    with fake_world(2):
+        assert distance(0) == (1, 1)
+        assert distance(1)[0] == 1
+        assert distance(2)[0] == 2
+        shallow, deep = (compiled(PassConfig(prefetch=k)).graph() for k in (0, 1))
+    for joint, early in ((shallow, False), (deep, True)):
+        order = positions(joint.graph)
+        gathers = [n for n in starts(joint.graph, "gather") if phase_of(n) == "forward"]
+        computed = [n for n in joint.graph.nodes if n.op == "call_function" and comm_of(n) is None]
+        between = [any(order[a] < order[n] < order[wait_of(a)] for n in computed) for a in gathers[1:]]
+        assert any(between) == early
+
+
+def test_overlap_is_bounded_by_bytes() -> None:
+    with fake_world(2):
+        free = compiled(PassConfig(prefetch=4)).graph()
+        bound = compiled(passes=[DataParallelPass(), ReshardPass(), BucketPass(), OverlapPass(max_bytes=1)]).graph()
+    assert estimate_peak(bound).bytes < estimate_peak(free).bytes
+    for node in starts(bound.graph, "gather"):
+        order = positions(bound.graph)
+        assert not [
+            n for n in bound.graph.nodes if comm_of(n) is None and order[node] < order[n] < order[wait_of(node)]
+        ]
+
+
+def costs_differ() -> str:
+    class Measured:
+        def compute(self, node: Any) -> float:
+            return 1.0 + dist.get_rank()
+
+        def collective(self, kind: str, size: int, nbytes: int) -> float:
+            return nbytes * (0.02 if dist.get_rank() else 0.001)
+
+    passes = [DataParallelPass(), ReshardPass(), BucketPass(), OverlapPass(costs=Measured())]
+    return str(compiled(PassConfig(prefetch=2), passes=passes).graph().graph)
+
+
+def test_s25_costs_are_agreed_on_before_they_steer_the_order(workers: WorkerPool) -> None:
+    first, second = workers.run(costs_differ, 2, deadline=60)
+    assert first == second
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 48), nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(48), nn.Linear(48, 6))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def s22_s26_s37() -> dict[str, Any]:
+    inputs = {"x": XY["x"].repeat(16, 1), "y": XY["y"].repeat(16, 1)}
+    found: dict[str, Any] = {}
+    results = {}
+    for name, passes in {
+        "saved": [DataParallelPass(), BucketPass()],
+        "recomputed": [DataParallelPass(), RematPass(), ReshardPass(), BucketPass(), OverlapPass()],
+    }.items():
+        c = GraphCompiler(support.seeded(Checkpointed), support.mse_loss, passes=passes)
+        c.compile(**inputs)
+        torch.manual_seed(5)
+        with LiveBytes() as live:
+            c.forward_backward(**inputs)
+        results[name] = (support.gradients(c.model), {n: b.clone() for n, b in c.model.named_buffers()})
+        found[name, "peak"] = live.peak
+        graph = c.graph().graph
+        found[name, "draws"] = sum(is_random(n) for n in graph.nodes)
+        found[name, "again"] = sum("recompute_of" in n.meta for n in graph.nodes)
+        found[name, "notes"] = c.explain("blocks")
+    found["gradients"] = support.difference(results["saved"][0], results["recomputed"][0])
+    found["buffers"] = support.difference(results["saved"][1], results["recomputed"][1])
+    found["calls"] = int(results["recomputed"][1]["blocks.0.3.num_batches_tracked"])
+    return found
+
+
+def test_s22_s26_s37_recomputing_keeps_masks_and_writes_once(workers: WorkerPool) -> None:
+    found, other = workers.run(s22_s26_s37, 2, deadline=90)
+    assert found["gradients"] == found["buffers"] == 0.0
+    assert found["calls"] == 1
+    assert found["saved", "draws"] == found["recomputed", "draws"] == 3
+    assert found["saved", "again"] == 0
+    assert found["recomputed", "again"] == other["recomputed", "again"] > 0  # S26: one decision for all ranks
+    assert "its random draws are kept" in found["recomputed", "notes"]
+    assert "its forward is recomputed" in found["recomputed", "notes"]
+
+
+def test_a_policy_says_what_is_recomputed() -> None:
+    with fake_world(2):
+        all_of_it = compiled(passes=[DataParallelPass(), RematPass([("layers.*", True)])]).graph()
+        but_one = compiled(passes=[DataParallelPass(), RematPass([("layers.*", True), ("layers.1", False)])]).graph()
+        plain = compiled(passes=[DataParallelPass()]).graph()
+        with pytest.raises(PassError, match=r"recompute pattern 'layer.0' names no .*layers\.0"):
+            compiled(passes=[DataParallelPass(), RematPass([("layer.0", True)])])
+    modules = [
+        {n.meta["fqn"].split(".")[1] for n in joint.graph.nodes if "recompute_of" in n.meta}
+        for joint in (all_of_it, but_one)
+    ]
+    assert modules == [{"0", "1", "2"}, {"0", "2"}]
+    assert estimate_peak(all_of_it).bytes < estimate_peak(plain).bytes
+
+
+def test_a_gather_that_nobody_reads_goes_with_its_wait_on_all_ranks() -> None:
+    class DropGradients:
+        name = "drop_gradients"
+        contract = DeadCollectivePass.contract
+
+        def run(self, joint: Any, context: Any) -> None:
+            joint.set_gradients({})
+
+    texts = []
+    for rank in (0, 1):
+        with fake_world(2, rank):
+            config = PassConfig(bucket_by="none")
+            before = compiled(config, passes=[DataParallelPass(), ReshardPass(), DropGradients()]).graph()
+            after = compiled(
+                config, passes=[DataParallelPass(), ReshardPass(), DropGradients(), DeadCollectivePass()]
+            ).graph()
+        assert len(starts(before.graph, "reduce_scatter")) > 10
+        assert starts(after.graph, "reduce_scatter") == []
+        assert {phase_of(n) for n in starts(after.graph, "gather")} == {"forward"}
+        assert find_problems(after) == []
+        texts.append(str(after.graph))
+    assert texts[0] == texts[1]
+
+
+def battery() -> None:
+    config = PassConfig(prefetch=2)
+    for make in (DeadCollectivePass, RematPass, ReshardPass, BucketPass, OverlapPass):
+        check_graph_pass(
+            make,
+            lambda: support.seeded(lambda: support.MLP(4, 7, 3)),
+            support.mse_loss,
+            support.pair((4, 3)),
+            config=config,
+            before=(DataParallelPass(),),
+        )
+    check_graph_pass(
+        OverlapPass, lambda: support.seeded(lambda: support.MLP(4, 7, 3)), support.mse_loss, support.pair((4, 3))
+    )
+
+
+def test_every_pass_stands_the_battery(workers: WorkerPool) -> None:
+    workers.run(battery, 2, deadline=110)
+
+
+class Broken:
+    """A pass that does one thing wrong."""
+
+    name = "broken"
+    contract = DeadCollectivePass.contract
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def run(self, joint: Any, context: Any) -> None:
+        graph = joint.graph
+        start = starts(graph, "reduce_scatter")[0]
+        if self.how == "unwaited":
+            wait_of(start).replace_all_uses_with(start)
+        elif self.how == "marks":
+            del start.meta["val"]
+        elif self.how == "inputs":
+            with graph.inserting_after(joint.placeholders[-1]):
+                graph.placeholder("more")
+        elif self.how == "outputs":
+            joint.output_node.args = (joint.outputs[:-1],)
+        elif self.how == "order":
+            graph.output_node().prepend(joint.placeholders[0])
+        elif self.how == "twice":
+            with graph.inserting_after(start):
+                again = graph.node_copy(start)
+            with graph.inserting_after(again):
+                wait = graph.node_copy(wait_of(start), lambda n: again)
+            joint.output_node.args = ((*joint.outputs[:-1], wait),)
+        elif self.how == "numbers":
+            node = joint.outputs[-1]
+            with graph.inserting_after(node):
+                scaled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+            scaled.meta = {k: v for k, v in node.meta.items() if k != "comm"}
+            joint.output_node.args = ((*joint.outputs[:-1], scaled),)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("unwaited", "waited for 0 times|before the wait"),
+        ("marks", "has no val"),
+        ("inputs", "inputs, the calling convention has"),
+        ("outputs", "outputs, expected the loss"),
+        ("order", "no valid FX graph"),
+        ("twice", "reduced 2 times over fsdp"),
+    ],
+)
+def test_s24_a_pass_that_breaks_a_rule_is_caught_by_name(how: str, message: str) -> None:
+    with fake_world(2), pytest.raises(PassError, match=f"(?s)pass broken.*({message})") as error:
+        compiled(PassConfig(bucket_by="none"), passes=[DataParallelPass(), Broken(how)])
+    assert error.value.pass_name == "broken"
+
+
+def test_the_battery_catches_a_pass_that_changes_numbers() -> None:
+    with fake_world(2), pytest.raises(AssertionError, match="gradient of"):
+        check_graph_pass(
+            lambda: Broken("numbers"),
+            lambda: support.seeded(lambda: support.MLP(4, 8, 4)),
+            support.mse_loss,
+            support.pair((4, 4), rank=0),
+            before=(DataParallelPass(),),
+        )
+
+
+def test_default_passes_follow_the_configuration() -> None:
+    def names(**config: Any) -> list[str]:
+        return [item.name for item in default_passes(PassConfig(**config))]
+
+    assert names() == ["data_parallel", "dead_collectives", "remat", "reshard", "bucket", "overlap"]
+    assert "reshard" not in names(reshard_after_forward=False)
+    assert "bucket" not in names(bucket_by="none")
