@@ -279,8 +279,8 @@ def types(session: nox.Session) -> None:
 @nox.session
 @each_layer
 def tests(session: nox.Session, layer: str) -> None:
-    """Test one layer with its declared closure alone; arguments behind `--` are pytest's."""
-    _install(session, _closure(EVERYTHING[layer], EVERYTHING), extras=["test"])
+    """Test one layer with what it and its extras declare; arguments behind `--` are pytest's."""
+    _install(session, _closure(EVERYTHING[layer], EVERYTHING), extras=ALL_EXTRAS)
     session.run("pytest", f"packages/{layer}/tests", *session.posargs)
 
 
