@@ -7,6 +7,7 @@ away, or changes its place, is a breaking change.
 from __future__ import annotations
 
 import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_public_names_exist_and_are_documented(layer: str) -> None:
         value = getattr(importlib.import_module(module), name, None)
         if value is None:
             faults.append(f"{path} is in __all__ and does not exist")
-        elif callable(value) and not value.__doc__:
+        elif (inspect.isclass(value) or inspect.isroutine(value)) and not value.__doc__:
             faults.append(f"{path} has no docstring")
     assert not faults
 
