@@ -22,7 +22,7 @@ _META = TensorMeta((2,), (1,), torch.int64)
 
 
 class Word(enum.IntEnum):
-    """What a step is to be; an evaluation adds ``_EVAL``."""
+    """What a step is to be; an evaluation adds ``_EVAL``, one whose loss every rank gets ``_SHARE_LOSS``."""
 
     KNOWN = 0  # the batch is cut as number n was
     NEW = 1  # it is cut in a new way, which becomes number n: agree on it
@@ -30,17 +30,20 @@ class Word(enum.IntEnum):
 
 
 _EVAL = 16
+_SHARE_LOSS = 32
 
 
 class Announcer:
     """One rank's place in the chain of ranks; mutable: it counts."""
 
-    def __init__(self, placement: Placement, transport: Transport, *, is_step: bool) -> None:
+    def __init__(self, placement: Placement, transport: Transport, *, is_step: bool, share_loss: bool) -> None:
         order = sorted(range(placement.num_ranks), key=lambda rank: placement.stages_of(rank)[0])
         place = order.index(transport.rank)
         self.is_origin = place == 0
         self._transport = transport
         self._is_step = is_step
+        self._share_loss = share_loss
+        self._kind = (0 if is_step else _EVAL) + (_SHARE_LOSS if share_loss else 0)
         self._count = 0
         self._under_way: Handle | None = None
         self._before = None if place == 0 else Edge(order[place - 1], transport.rank)
@@ -54,8 +57,7 @@ class Announcer:
     def give(self, word: Word, number: int) -> None:
         """Pass the word on to the next rank, if there is one."""
         if self._after is not None:
-            code = word if self._is_step else word + _EVAL
-            message = torch.tensor([code, number])
+            message = torch.tensor([word + self._kind, number])
             self._let_go()
             self._under_way = self._transport.post([Send(Op(OpKind.SEND_F, self._after, 0, -2), message, owned=True)])
 
@@ -78,16 +80,22 @@ class Announcer:
             fail: ends the step on every rank, with a reason.
 
         Raises:
-            StageUsageError: the step is refused, or other ranks evaluate while this one trains, or the reverse.
+            StageUsageError: the step is refused, or other ranks evaluate while this one trains, or the reverse, or they do not
+                agree whether every rank gets the loss.
         """
         assert self._before is not None  # only the origin has nobody before it
         (message,) = self._transport.post([Recv(Op(OpKind.RECV_F, self._before, 0, -2), _META)]).wait()
         code, number = message.tolist()
-        if (code < _EVAL) is not self._is_step:
-            here, there = ("step()", "eval()") if self._is_step else ("eval()", "step()")
-            reason = f"rank {self._transport.rank} is in {here} while rank {self._before.source} is in {there}"
+        here, there = f"rank {self._transport.rank}", f"rank {self._before.source}"
+        if bool(code & _EVAL) is self._is_step:
+            calls = ("step()", "eval()") if self._is_step else ("eval()", "step()")
+            reason = f"{here} is in {calls[0]} while {there} is in {calls[1]}"
             fail(reason)
             raise StageUsageError(f"{reason}: call the same on every rank")
+        if bool(code & _SHARE_LOSS) is not self._share_loss:
+            reason = f"{here} has share_loss={self._share_loss}, {there} share_loss={not self._share_loss}"
+            fail(reason)
+            raise StageUsageError(f"{reason}: make every rank's executor with the same")
         word = Word(code % _EVAL)
         self.give(word, number)
         if word is Word.REFUSED:

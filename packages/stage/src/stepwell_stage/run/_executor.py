@@ -20,9 +20,9 @@ from ..plan._timeline import Event
 from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._agree import Cut
-from ._loss import LossWeights, check_weights, weights_of
 from ._chunks import with_specs
-from ._microbatch import batch_size, merge, signature, split
+from ._loss import LossWeights, check_weights, pack_losses, unpack_losses, weights_of
+from ._microbatch import Batch, batch_size, merge, signature
 from ._program import is_reduced, is_sharded
 from ._run import Run
 from ._stage import PipelineStage
@@ -67,11 +67,12 @@ class Executor:
         kwargs_chunk_spec: likewise by name; keyword inputs that it does not name follow the default.
         output_merge_spec: likewise for the outputs that :meth:`step` puts together; None there for a value that is the same for
             every microbatch.
+        share_loss: whether every rank gets the loss, with one more small message for each stage and step. The same on every rank.
         trace: whether to note when each action starts and ends, in :attr:`events`.
 
     Attributes:
-        loss: on the last stage's rank, the loss of the last step's or eval's batch: the weighted sum of its microbatches'
-            losses, a float64 scalar; else None.
+        loss: on the last stage's rank, and with ``share_loss`` on every rank, the loss of the last step's or eval's batch: the
+            weighted sum of its microbatches' losses, a float64 scalar; else None.
         named_losses: likewise of the named parts that ``loss_fn`` returned.
         events: with ``trace``, what this rank did in the last step or eval, and when (seconds of ``time.perf_counter``).
         around_step: entered around every :meth:`step`, in order; see :func:`tie`.
@@ -92,6 +93,7 @@ class Executor:
         args_chunk_spec: Sequence[Any] | None = None,
         kwargs_chunk_spec: Mapping[str, Any] | None = None,
         output_merge_spec: Any = None,
+        share_loss: bool = False,
         trace: bool = False,
     ) -> None:
         self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
@@ -111,6 +113,7 @@ class Executor:
                 f" {self.wiring.links}: pass the schedule, or lower it with these links"
             )
         self.transport = _find_transport(self.stages, self.plan, transport)
+        self.share_loss = share_loss
         self.trace = trace
         self.events: tuple[Event, ...] = ()
         self.loss: torch.Tensor | None = None
@@ -123,7 +126,7 @@ class Executor:
         self._output_spec = output_merge_spec
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
         check_weights(loss_weights, self.plan.num_microbatches)
-        self._train = Run(self.stages, self.plan, self.wiring, self.transport, loss_fn)
+        self._train = self._make_run(self.plan)
         self._eval: Run | None = None
         self._is_open = False
 
@@ -148,6 +151,9 @@ class Executor:
         target: Any = None,
         losses: MutableSequence[torch.Tensor] | None = None,
         return_outputs: bool = True,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one batch through the schedule: forward, loss and backward. Gradients accumulate in ``.grad``.
@@ -158,6 +164,9 @@ class Executor:
             target: the batch's targets, on the last stage's rank only; cut likewise.
             losses: a list that gets the loss of each microbatch, on the last stage's rank.
             return_outputs: whether to keep and return the outputs.
+            arg_mbs: instead of ``args``: the positional inputs of each microbatch, cut by the caller into parts of any size.
+            kwarg_mbs: likewise keyword inputs; others may be given whole beside them.
+            target_mbs: likewise targets.
             kwargs: keyword inputs of this rank's stages; cut likewise.
 
         Returns:
@@ -185,7 +194,8 @@ class Executor:
         with contextlib.ExitStack() as stack:
             for enter in self.around_step:
                 stack.enter_context(enter())
-            return self._run(self._train, args, kwargs, target, losses, return_outputs=return_outputs)
+            batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+            return self._run(self._train, batch, losses, return_outputs=return_outputs)
 
     def eval(
         self,
@@ -193,45 +203,62 @@ class Executor:
         target: Any = None,
         losses: MutableSequence[torch.Tensor] | None = None,
         return_outputs: bool = True,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one batch forward without gradients. Arguments, result and errors as in :meth:`step`.
 
-        The loss is computed where there is a target. Modules stay in the mode they are in: call ``module.eval()`` yourself.
-        Gradients are not touched.
+        A batch of fewer samples than microbatches runs in as many microbatches as it has samples. The loss is computed where
+        there is a target. Modules stay in the mode they are in: call ``module.eval()`` yourself. Gradients are not touched.
         """
         if self._eval is None:
             plan = self.plan
             if self._train.has_backward:
                 forwards = forward_only(plan.placement, plan.num_microbatches)
                 plan = lower(forwards, plan.links, sharded=self._sharded)
-            self._eval = Run(self.stages, plan, self.wiring, self.transport, self._loss_fn)
+            self._eval = self._make_run(plan)
+        batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         with torch.no_grad():
-            return self._run(self._eval, args, kwargs, target, losses, return_outputs=return_outputs)
+            return self._run(self._eval, batch, losses, return_outputs=return_outputs, fewer=True)
+
+    def _make_run(self, plan: Plan) -> Run:
+        return Run(self.stages, plan, self.wiring, self.transport, self._loss_fn, share_loss=self.share_loss)
 
     def _run(
         self,
         run: Run,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
+        batch: Batch,
         losses: MutableSequence[torch.Tensor] | None,
         *,
         return_outputs: bool,
+        fewer: bool = False,
     ) -> Any:
+        # Casts that autocast keeps may be of weights before an optimizer's step, or made without gradients in an eval().
+        torch.clear_autocast_cache()
         if not self._is_open:
             if isinstance(self.transport, OpensChannels):
                 wires = self.wiring.wires or chain_wires(self.wiring.num_stages)
                 self.transport.open(self.plan.placement, wires)
             self._is_open = True
+        data = StepData((), (), None, (), return_outputs)
         try:
-            data, cut = self._cut(args, kwargs, target, keep_outputs=return_outputs)
+            self._check(batch)
+            cut = self._cut(batch, data, fewer=fewer) if self.is_first else None
         except StageUsageError as error:
             run.refuse(str(error))
             raise
         sizes = run.prepare(cut).sizes
-        if self.is_last:
-            data.weights = weights_of(self._loss_weights, sizes, data.targets)
+        try:
+            if not self.is_first:
+                data.args, data.kwargs = [()] * len(sizes), batch.keywords(len(sizes), self._kwargs_spec)
+                data.targets = batch.targets(len(sizes))
+            if self.is_last:
+                data.weights = weights_of(self._loss_weights, sizes, data.targets)
+        except Exception as error:
+            run.fail(f"{type(error).__name__}: {error}")
+            raise
         self.loss, self.named_losses = None, {}
         self.events = run.go(data, trace=self.trace)
         if data.losses:
@@ -241,35 +268,40 @@ class Executor:
                 name: _weighted({m: parts[name] for m, parts in data.named.items() if name in parts}, data.weights)
                 for name in names
             }
+        if self.share_loss:
+            word = run.share(pack_losses(self.loss, self.named_losses) if self.is_last else None)
+            if not self.is_last:
+                self.loss, self.named_losses = unpack_losses(word)
         if losses is not None:
             losses.extend(data.losses[microbatch] for microbatch in sorted(data.losses))
         if self.is_last and return_outputs:
             return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)], self._output_spec)
         return None
 
-    def _cut(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *, keep_outputs: bool
-    ) -> tuple[StepData, Cut | None]:
-        """The batch in microbatches, and on the first rank how it was cut."""
-        if args and not self.is_first:
+    def _check(self, batch: Batch) -> None:
+        """Refuse what is given on a rank where it does not belong."""
+        batch.check()
+        if batch.has_args and not self.is_first:
+            given = f"{len(batch.args)} positional inputs" if batch.args else "arg_mbs"
             raise StageUsageError(
-                f"rank {self.transport.rank} was given {len(args)} positional inputs, but these enter at the first stage, which"
+                f"rank {self.transport.rank} was given {given}, but these enter at the first stage, which"
                 " is on another rank; pass what later stages need as keyword arguments"
             )
-        if target is not None and not self.is_last:
+        if batch.has_target and not self.is_last:
             raise StageUsageError(
                 f"rank {self.transport.rank} was given a target, but the loss is computed by the last stage, on another rank"
             )
-        count = self.plan.num_microbatches
-        whole, spec = with_specs(args, dict(kwargs), self._args_spec, self._kwargs_spec)
-        inputs = split(whole, count, what="inputs", spec=spec)
-        targets = None if target is None else split(target, count, what="target")
-        data = StepData([a for a, _ in inputs], [k for _, k in inputs], targets, (), keep_outputs)
-        if not self.is_first:
-            return data, None
+
+    def _cut(self, batch: Batch, data: StepData, *, fewer: bool) -> Cut:
+        """On the first rank: the batch in microbatches, and how it was cut."""
+        inputs = batch.inputs(self.plan.num_microbatches, self._args_spec, self._kwargs_spec, fewer=fewer)
+        data.args, data.kwargs = [a for a, _ in inputs], [k for _, k in inputs]
+        data.targets = batch.targets(len(inputs))
         numbers: dict[tuple[Any, ...], int] = {}
         groups = tuple(numbers.setdefault(signature(part), len(numbers)) for part in inputs)
-        return data, Cut(tuple(batch_size(part, spec) for part in inputs), groups, tuple(numbers))
+        args_spec = self._args_spec if batch.arg_mbs is None else None
+        sizes = (batch_size(part, with_specs(*part, args_spec, self._kwargs_spec)[1]) for part in inputs)
+        return Cut(tuple(sizes), groups, tuple(numbers))
 
 
 def _find_transport(stages: Sequence[PipelineStage], plan: Plan, transport: Transport | None) -> Transport:

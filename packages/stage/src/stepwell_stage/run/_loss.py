@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from stepwell_meta import decode, encode
+
 from ..exceptions import StageUsageError
 
 LossWeights: TypeAlias = Literal["mean", "sum"] | Sequence[float] | Callable[[Any], "float | torch.Tensor"]
@@ -81,6 +83,19 @@ def take_apart(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         raise StageUsageError("loss_fn returned no loss")
     values = list(parts.values())
     return sum(values[1:], start=values[0]), {name: part.detach() for name, part in parts.items()}
+
+
+def pack_losses(loss: torch.Tensor | None, named: Mapping[str, torch.Tensor]) -> bytes:
+    """The losses of a step, for other ranks."""
+    whole = None if loss is None else loss.item()
+    return encode((whole, tuple((name, part.item()) for name, part in named.items())))
+
+
+def unpack_losses(word: bytes) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    """What :func:`pack_losses` was given, on the CPU."""
+    whole, named = decode(word)
+    loss = None if whole is None else torch.tensor(whole, dtype=torch.float64)
+    return loss, {name: torch.tensor(part, dtype=torch.float64) for name, part in named}
 
 
 def _scalar(loss: Any) -> torch.Tensor:

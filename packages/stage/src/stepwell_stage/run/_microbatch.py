@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from .._compat import tree_flatten, tree_unflatten
 from ..exceptions import StageUsageError
-from ._chunks import BY_RULE, TensorChunkSpec, cut, flatten, has_rows, is_shared_mask, merge_chunks, rows
+from ._chunks import BY_RULE, TensorChunkSpec, cut, flatten, has_rows, is_shared_mask, merge_chunks, rows, with_specs
 
 
-def split(value: Any, num_microbatches: int, *, what: str, spec: Any = BY_RULE) -> list[Any]:
+def split(
+    value: Any, num_microbatches: int, *, what: str, spec: Any = BY_RULE, fewer: bool = False, has_batch: bool = True
+) -> list[Any]:
     """Cut the tensors of a nested value into ``num_microbatches`` parts whose sizes differ by at most one.
 
     Without a spec, the batch size is that of the first tensor with a dim 0 other than 1, and tensors of that size are cut along
@@ -24,27 +27,34 @@ def split(value: Any, num_microbatches: int, *, what: str, spec: Any = BY_RULE) 
         num_microbatches: M.
         what: the value's name, for messages.
         spec: for each value, or for all inside it, a :class:`TensorChunkSpec`, None for one that is shared, or ``BY_RULE``.
+        fewer: whether a smaller batch gives fewer parts, instead of being refused.
+        has_batch: whether tensors of which all have size 1 are a batch of 1; else they are shared.
 
     Raises:
         StageUsageError: the batch is smaller than M, tensors disagree about its size, or a spec does not fit.
     """
     leaves, structure, given = flatten(value, spec, what=what)
     by_rule = [leaf for leaf, one in zip(leaves, given, strict=True) if one is BY_RULE]
-    size = _common_size(by_rule, num_microbatches, what)
+    size = _common_size(by_rule, what)
     specs = [
         (TensorChunkSpec(0) if size is not None and _dim_0(leaf) == size else None) if one is BY_RULE else one
         for leaf, one in zip(leaves, given, strict=True)
     ]
-    for leaf, one in zip(leaves, specs, strict=True):
-        if one is not None and not is_shared_mask(leaf) and rows(leaf, one) < num_microbatches:
-            raise StageUsageError(
-                f"{what}: a batch of {rows(leaf, one)} cannot be cut into {num_microbatches} microbatches;"
-                " give at least as many samples as microbatches"
-            )
-    return [tree_unflatten(part, structure) for part in cut(leaves, specs, num_microbatches)]
+    sizes = [
+        rows(leaf, one) for leaf, one in zip(leaves, specs, strict=True) if one is not None and not is_shared_mask(leaf)
+    ]
+    if not sizes and has_batch and any(_dim_0(leaf) == 1 for leaf in by_rule):
+        sizes = [1]
+    least = min(sizes, default=num_microbatches)
+    if least < (1 if fewer else num_microbatches):
+        raise StageUsageError(
+            f"{what}: a batch of {least} cannot be cut into {num_microbatches} microbatches;"
+            " give at least as many samples as microbatches"
+        )
+    return [tree_unflatten(part, structure) for part in cut(leaves, specs, min(num_microbatches, least))]
 
 
-def _common_size(leaves: Sequence[Any], num_microbatches: int, what: str) -> int | None:
+def _common_size(leaves: Sequence[Any], what: str) -> int | None:
     """The size of the batch, by the values that no spec says how to cut; None where none of them is to be cut."""
     sizes = [(leaf, size) for leaf in leaves if (size := _dim_0(leaf)) not in (None, 1)]
     for leaf, size in sizes:
@@ -53,16 +63,131 @@ def _common_size(leaves: Sequence[Any], num_microbatches: int, what: str) -> int
                 f"{what}: tensors of a batch have the same size in dim 0, or size 1 to be shared by all microbatches;"
                 f" got {sizes[0][1]} and {size} (shape {tuple(leaf.shape)})"
             )
-    if not sizes and num_microbatches > 1 and any(_dim_0(leaf) == 1 for leaf in leaves):
-        raise StageUsageError(
-            f"{what}: a batch of 1 cannot be cut into {num_microbatches} microbatches;"
-            " give at least as many samples as microbatches"
-        )
     return sizes[0][1] if sizes else None
 
 
 def _dim_0(leaf: Any) -> int | None:
     return rows(leaf, TensorChunkSpec(0)) if has_rows(leaf) else None
+
+
+@attrs.frozen
+class Batch:
+    """What a rank was given for a step: whole, to be cut, or cut by the caller.
+
+    Attributes:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        target: targets.
+        arg_mbs: instead of ``args``, the positional inputs of each microbatch.
+        kwarg_mbs: keyword inputs of each microbatch, beside those in ``kwargs``, which are cut.
+        target_mbs: instead of ``target``, the target of each microbatch.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    target: Any = None
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None
+    kwarg_mbs: Sequence[Mapping[str, Any]] | None = None
+    target_mbs: Sequence[Any] | None = None
+
+    @property
+    def has_args(self) -> bool:
+        """Whether there are positional inputs."""
+        return bool(self.args) or self.arg_mbs is not None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether there is a target."""
+        return self.target is not None or self.target_mbs is not None
+
+    def check(self) -> None:
+        """Refuse what is given twice, or not as it should be.
+
+        Raises:
+            StageUsageError: which.
+        """
+        if self.args and self.arg_mbs is not None:
+            raise StageUsageError("positional inputs were given both whole and as arg_mbs: give one of them")
+        if self.target is not None and self.target_mbs is not None:
+            raise StageUsageError("target and target_mbs were both given: give one of them")
+        for name, parts, kind in (("arg_mbs", self.arg_mbs, tuple), ("kwarg_mbs", self.kwarg_mbs, Mapping)):
+            for number, part in enumerate(parts or ()):
+                if not isinstance(part, kind):
+                    raise StageUsageError(
+                        f"{name} holds a {kind.__name__.lower()} for each microbatch, but microbatch {number} is"
+                        f" {type(part).__qualname__}"
+                    )
+        for number, part in enumerate(self.kwarg_mbs or ()):
+            twice = sorted(part.keys() & self.kwargs.keys())
+            if twice:
+                raise StageUsageError(f"kwarg_mbs of microbatch {number} has {twice[0]!r}, which was given whole too")
+
+    def inputs(
+        self,
+        num_microbatches: int,
+        args_spec: Sequence[Any] | None,
+        kwargs_spec: Mapping[str, Any] | None,
+        *,
+        fewer: bool = False,
+        has_batch: bool = True,
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Positional and keyword inputs of each microbatch.
+
+        Args:
+            num_microbatches: M.
+            args_spec: how positional inputs are cut.
+            kwargs_spec: likewise keyword inputs.
+            fewer: whether there may be fewer microbatches than M.
+            has_batch: see :func:`split`.
+
+        Raises:
+            StageUsageError: what was given cannot be cut, or is not cut into M parts.
+        """
+        count = _count({"arg_mbs": self.arg_mbs, "kwarg_mbs": self.kwarg_mbs}, num_microbatches, fewer=fewer)
+        whole, spec = with_specs(self.args, dict(self.kwargs), args_spec, kwargs_spec)
+        if count is None:
+            parts = split(whole, num_microbatches, what="inputs", spec=spec, fewer=fewer, has_batch=has_batch)
+        else:
+            parts = split(whole, count, what="inputs", spec=spec, has_batch=False)
+        inputs = []
+        for number, (args, kwargs) in enumerate(parts):
+            mine = args if self.arg_mbs is None else self.arg_mbs[number]
+            inputs.append((mine, kwargs if self.kwarg_mbs is None else {**kwargs, **self.kwarg_mbs[number]}))
+        return inputs
+
+    def keywords(self, num_microbatches: int, spec: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        """Keyword inputs of each microbatch, on a rank that has no batch of its own: a value of size 1 is shared.
+
+        Raises:
+            StageUsageError: as :meth:`inputs`.
+        """
+        return [kwargs for _, kwargs in self.inputs(num_microbatches, None, spec, has_batch=False)]
+
+    def targets(self, num_microbatches: int) -> list[Any] | None:
+        """The target of each microbatch, or None where there is none.
+
+        Raises:
+            StageUsageError: as :meth:`inputs`.
+        """
+        if self.target_mbs is not None:
+            _count({"target_mbs": self.target_mbs}, num_microbatches, fewer=False)
+            return list(self.target_mbs)
+        return None if self.target is None else split(self.target, num_microbatches, what="target")
+
+
+def _count(given: Mapping[str, Sequence[Any] | None], num_microbatches: int, *, fewer: bool) -> int | None:
+    """How many microbatches the caller cut; None where none of these was given."""
+    count = None
+    for name, parts in given.items():
+        if parts is None:
+            continue
+        wanted = num_microbatches if count is None else count
+        if len(parts) != wanted and not (fewer and count is None and 0 < len(parts) < wanted):
+            raise StageUsageError(
+                f"{name} has {len(parts)} microbatches, but {wanted} are wanted: give one entry for each, or give the whole batch"
+            )
+        count = len(parts)
+    return count
 
 
 def batch_size(value: Any, spec: Any = BY_RULE) -> int:

@@ -13,7 +13,7 @@ import torch
 from stepwell_meta import ForwardMeta, InferenceMode
 from stepwell_meta.exceptions import StepwellError
 from stepwell_p2p import Edge, Transport
-from stepwell_p2p.exceptions import PeerFailure
+from stepwell_p2p.exceptions import PeerFailure, TransportError
 
 from ..exceptions import StageExecutionError, StageUsageError
 from ..plan._action import Action, Kind
@@ -21,7 +21,7 @@ from ..plan._lower import Plan
 from ..plan._prove import prove
 from ..plan._timeline import Event
 from ..plan._wiring import Wiring
-from ._agree import Cut, agree, declared_looks
+from ._agree import Cut, agree, declared_looks, sweep
 from ._announce import Announcer, Word
 from ._inbox import Inbox
 from ._link import InLink, LinkLooks, LinkPlace, OutLink
@@ -62,6 +62,7 @@ class Run:
         wiring: which output goes where.
         transport: what carries values.
         loss_fn: the loss, on the last stage's rank.
+        share_loss: whether :meth:`share` follows each step.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class Run:
         wiring: Wiring,
         transport: Transport,
         loss_fn: Callable[..., torch.Tensor] | None,
+        *,
+        share_loss: bool,
     ) -> None:
         if transport.size > 1:
             prove(plan, transport.rules)
@@ -79,7 +82,7 @@ class Run:
         self._wiring = wiring
         self._stages = stages
         self._transport = transport
-        self._announcer = Announcer(plan.placement, transport, is_step=self.has_backward)
+        self._announcer = Announcer(plan.placement, transport, is_step=self.has_backward, share_loss=share_loss)
         self._learned: dict[int, _Learned] = {}
         self._inboxes = {rank: Inbox(transport) for rank in range(transport.size) if rank != transport.rank}
         self._in_links: dict[tuple[int, int], InLink] = {}
@@ -87,7 +90,8 @@ class Run:
         self._runs = {stage.stage_index: self._stage_run(stage, loss_fn) for stage in stages}
         for place in self._in_links.keys() & self._out_links.keys():
             self._in_links[place].other, self._out_links[place].other = self._out_links[place], self._in_links[place]
-        self._actions, self._calls = self._bind()
+        self._bound = {plan.num_microbatches: self._bind()}
+        self._actions, self._calls = self._bound[plan.num_microbatches]
         self._failed: str | None = None
         self._first: dict[tuple[int, tuple[int, ...], bool], frozenset[int]] = {}
 
@@ -99,13 +103,18 @@ class Run:
             self._announcer.give(Word.REFUSED, 0)
             self._announcer.explain(reason)
         else:
-            self._fail(reason, None)
+            self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        """This rank cannot go on with the step that has begun: tell the others."""
+        self._fail(reason, None)
 
     def prepare(self, cut: Cut | None) -> Cut:
         """Get every rank to the beginning of the same step, and to the same knowledge of what will cross.
 
         Args:
-            cut: how the batch is cut, on the first stage's rank; elsewhere None.
+            cut: how the batch is cut, on the first stage's rank; elsewhere None. Where it has fewer microbatches than the plan,
+                every rank leaves out the actions of the others.
 
         Returns:
             The same on every rank.
@@ -120,6 +129,15 @@ class Run:
         except PeerFailure as error:
             self._failed = str(error)
             raise
+        except TransportError as error:
+            self.fail(str(error))
+            raise
+        count = len(learned.cut.sizes)
+        if count not in self._bound:
+            pairs = zip(*self._bound[self._plan.num_microbatches], strict=True)
+            some = [pair for pair in pairs if pair[0].microbatch is None or pair[0].microbatch < count]
+            self._bound[count] = [action for action, _ in some], [call for _, call in some]
+        self._actions, self._calls = self._bound[count]
         for stage_run in self._runs.values():
             stage_run.know(learned.known)
         for links in (self._in_links, self._out_links):
@@ -162,6 +180,21 @@ class Run:
             for action, start, end in zip(self._actions, times[:-1], times[1:], strict=True)
         )
 
+    def share(self, word: bytes | None) -> bytes:
+        """After a step: every rank gets the word of the last stage's rank."""
+
+        def pass_on(stage: PipelineStage, incoming: bytes | None) -> bytes:
+            found = word if incoming is None else incoming
+            assert found is not None  # the word begins at the last stage
+            return found
+
+        try:
+            words = sweep(self._stages, self._plan.placement, self._transport, pass_on, upstream=True)
+        except PeerFailure as error:
+            self._failed = str(error)
+            raise
+        return next(iter(words.values()))
+
     def _knowledge(self, cut: Cut | None) -> _Learned:
         """What is known about the step that begins; agreed on with the other ranks where it is new."""
         if cut is not None:
@@ -171,7 +204,7 @@ class Run:
                 number = self._announcer.next_number()
             self._announcer.give(Word.NEW if is_new else Word.KNOWN, number)
         else:
-            is_new, number = self._announcer.take(self._fail_plainly)
+            is_new, number = self._announcer.take(self.fail)
         if is_new:
             self._learned.pop(number, None)
             self._learned[number] = self._agree(cut)
@@ -243,7 +276,7 @@ class Run:
             for action in self._plan.schedule.actions[self._plan.placement.ranks[stage]]:
                 for leaf in action.leaves:
                     wanted = leaf.kind.is_backward and leaf.kind is not Kind.W if backward else leaf.kind is Kind.F
-                    if leaf.stage == stage and wanted and leaf.microbatch is not None:
+                    if leaf.stage == stage and wanted and leaf.microbatch is not None and leaf.microbatch < len(groups):
                         first.setdefault(groups[leaf.microbatch], leaf.microbatch)
             self._first[key] = frozenset(first.values())
         return self._first[key]
@@ -270,9 +303,6 @@ class Run:
             actions.append(action)
             calls.append((call, microbatch))
         return actions, calls
-
-    def _fail_plainly(self, reason: str) -> None:
-        self._fail(reason, None)
 
     def _fail(self, reason: str, action: Action | None) -> None:
         """Tell every rank; what they wait for from here will not come."""

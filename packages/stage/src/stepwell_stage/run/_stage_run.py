@@ -16,6 +16,7 @@ import torch
 from stepwell_meta import ForwardMeta, extract_metas, normalize_outputs, validate
 from stepwell_meta.exceptions import PipeliningMetadataError
 
+from ..exceptions import StageUsageError
 from ..plan._action import Kind
 from ._link import InLink, LinkLooks, OutLink, forward_meta, same_look
 from ._loss import take_apart
@@ -260,9 +261,13 @@ class StageRun:
             loss, named = take_apart(self._loss_fn(value) if target is None else self._loss_fn(value, target))
             data.losses[microbatch] = loss.detach()
             data.named[microbatch] = named
-            if (
-                loss.requires_grad and data.weights[microbatch] != 0
-            ):  # of no weight: nothing flows back, even from a NaN
+            if self.has_backward and data.weights[microbatch] != 0:  # of no weight: nothing flows back, even from a NaN
+                if not loss.requires_grad:
+                    raise StageUsageError(
+                        f"the loss of microbatch {microbatch} depends on nothing that requires grad, so there is nothing to run"
+                        " backward: parameters are frozen, it was computed from detached values or without gradients, or a"
+                        " checkpoint(use_reentrant=True) had inputs without grad (use_reentrant=False has no such limit)"
+                    )
                 roots[0] = loss
         if self.has_backward:
             self._roots[microbatch] = roots
