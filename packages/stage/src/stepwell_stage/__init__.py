@@ -15,6 +15,7 @@ from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
 from stepwell_stage.run._chunks import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 from stepwell_stage.run._executor import Executor, LossWeights
+from stepwell_stage.run._graph_stage import build_stage
 from stepwell_stage.run._norm import clip_grad_norm_
 from stepwell_stage.run._program import EagerProgram, StageProgram
 from stepwell_stage.run._stage import PipelineStage
@@ -43,6 +44,7 @@ __all__ = [
     "Tie",
     "TiedGroup",
     "Timeline",
+    "build_stage",
     "clip_grad_norm_",
     "from_perfetto",
     "load_optimizer_state_dict",
