@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
 import pytest
 
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, ChannelPolicy, LoopbackFabric, Placement, Rules, Wire
-from stepwell_p2p.testing import TRANSPORT_CHECKS, Check, PoolFabric, ThreadFabric, check_transport
+from stepwell_p2p import (
+    C10dTransport,
+    ChannelPolicy,
+    LoopbackFabric,
+    LoopbackTransport,
+    Placement,
+    Recv,
+    Rules,
+    Send,
+    Wire,
+)
+from stepwell_p2p.testing import (
+    TRANSPORT_CHECKS,
+    Check,
+    PoolFabric,
+    ThreadFabric,
+    TransportCheckError,
+    check_transport,
+)
+
+WAYS = [
+    *(
+        (ChannelPolicy.PER_EDGE, Rules(tagged=tagged, rendezvous=wait))
+        for tagged in (True, False)
+        for wait in (True, False)
+    ),
+    *((policy, Rules(tagged=False, rendezvous=True)) for policy in (ChannelPolicy.SHARED, ChannelPolicy.PER_DIRECTION)),
+]
 
 
-def names(check: Check) -> str:
-    return check.name
-
-
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=names)
-@pytest.mark.parametrize("policy", ChannelPolicy)
-@pytest.mark.parametrize(("tagged", "rendezvous"), [(True, True), (True, False), (False, True), (False, False)])
-def test_loopback_keeps_every_promise(check: Check, policy: ChannelPolicy, tagged: bool, rendezvous: bool) -> None:
-    if tagged and policy is not ChannelPolicy.PER_EDGE:
-        pytest.skip("tagged rules do not look at channels")
-    rules = Rules(tagged=tagged, rendezvous=rendezvous)
-
+@pytest.mark.parametrize(("policy", "rules"), WAYS)
+def test_loopback_keeps_every_promise(policy: ChannelPolicy, rules: Rules) -> None:
     def make(size: int) -> ThreadFabric:
         return ThreadFabric(size, lambda: LoopbackFabric(size, rules=rules, channels=policy, timeout=30).transport)
 
-    check_transport(make, checks=[check])
+    slow = {"large", "thousands"} if not rules.rendezvous else set()
+    check_transport(make, checks=[check for check in TRANSPORT_CHECKS if check.name not in slow])
 
 
 def on_the_group(size: int) -> C10dTransport:
@@ -36,7 +57,74 @@ def on_channels(size: int) -> C10dTransport:
     return C10dTransport(placement=Placement.loop(size, size), wires=wires, timeout=20)
 
 
-@pytest.mark.parametrize("connect", [on_the_group, on_channels])
-@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=names)
-def test_gloo_keeps_every_promise(workers: WorkerPool, check: Check, connect: object) -> None:
-    check_transport(lambda size: PoolFabric(workers, size, connect), checks=[check])
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.name)
+def test_gloo_keeps_every_promise(workers: WorkerPool, check: Check) -> None:
+    check_transport(lambda size: PoolFabric(workers, size, on_channels), checks=[check])
+
+
+@pytest.mark.parametrize("check", [check for check in TRANSPORT_CHECKS if check.size > 2], ids=lambda check: check.name)
+def test_gloo_keeps_promises_without_channels_too(workers: WorkerPool, check: Check) -> None:
+    check_transport(lambda size: PoolFabric(workers, size, on_the_group), checks=[check])
+
+
+# ---- the battery itself: a transport that breaks a promise is found out
+
+
+class Broken:
+    """A loopback transport with one thing wrong."""
+
+    def __init__(self, inner: LoopbackTransport, fault: str) -> None:
+        self.inner, self.fault = inner, fault
+        self.rank, self.size, self.rules = inner.rank, inner.size, inner.rules
+
+    def post(self, batch: Sequence[Send | Recv]) -> object:
+        if self.fault == "waits in post":
+            time.sleep(0.5)
+        if self.fault == "accepts anything":
+            batch = [item for item in batch if item.op.rank == self.rank]
+        if self.fault == "shares memory":
+            batch = [attrs.evolve(item, owned=True) if isinstance(item, Send) else item for item in batch]
+        if self.fault == "loses the buffer":
+            batch = [attrs.evolve(item, buffer=None) if isinstance(item, Recv) else item for item in batch]
+        return self.inner.post(batch)
+
+    def abort(self, reason: str, **where: object) -> None:
+        if self.fault != "tells nobody":
+            self.inner.abort(reason, **({} if self.fault == "forgets where" else where))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        ("waits in post", "early_and_late"),
+        ("accepts anything", "refusals"),
+        ("shares memory", "ownership"),
+        ("loses the buffer", "ownership"),
+        ("forgets where", "abort"),
+        ("tells nobody", "abort"),
+    ],
+)
+def test_a_broken_promise_is_found_out(fault: str, check: str) -> None:
+    def make(size: int) -> ThreadFabric:
+        def connect() -> Callable[[int], Broken]:
+            fabric = LoopbackFabric(size, timeout=3)
+            return lambda rank: Broken(fabric.transport(rank), fault)
+
+        return ThreadFabric(size, connect)
+
+    checks = [one for one in TRANSPORT_CHECKS if one.name == check]
+    with pytest.raises(TransportCheckError, match=f"check '{check}' failed"):
+        check_transport(make, checks=checks, deadline=10)
+
+
+def test_a_rank_that_hangs_is_named() -> None:
+    def hang(transport: LoopbackTransport) -> None:
+        if transport.rank == 1:
+            time.sleep(1.0)
+
+    fabric = ThreadFabric(2, lambda: LoopbackFabric(2).transport)
+    outcomes = fabric.run(hang, deadline=0.2)
+    assert [outcome.hung for outcome in outcomes] == [False, True]
