@@ -36,6 +36,9 @@ nox.options.sessions = ["lint", "types", "tests", "integration", "docs"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
+QUIET = {
+    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy"
+}  # torch says so at each start, and nothing here needs it
 ALL_EXTRAS = ("test", "cli", "plot")  # not npu: that needs such a device
 
 
@@ -305,7 +308,7 @@ def docs(session: nox.Session) -> None:
 def train(session: nox.Session) -> None:
     """Train a small GPT through a pipeline; options behind `--` are those of examples/train_text.py."""
     _install(session, [*EVERYTHING.values()], extras=["cli"])
-    session.run("python", "examples/train_text.py", *session.posargs)
+    session.run("python", "examples/train_text.py", *session.posargs, env=QUIET)
 
 
 @nox.session
@@ -316,7 +319,7 @@ def bench(session: nox.Session) -> None:
         session.skip("there is no benchmark yet")
     _install(session, [*EVERYTHING.values()], extras=["cli", "plot"])
     for script in scripts:
-        session.run("python", str(script.relative_to(ROOT)), *session.posargs)
+        session.run("python", str(script.relative_to(ROOT)), *session.posargs, env=QUIET)
 
 
 @nox.session
