@@ -15,8 +15,7 @@ import attrs
 from stepwell_p2p._channels import ChannelPolicy
 from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._order import prove_order
-from stepwell_p2p._placement import Edge
-from stepwell_p2p._step import Post, Step, Wait, Work
+from stepwell_p2p._step import Post, Step, Wait
 from stepwell_p2p._transport import Rules
 
 from ..exceptions import ScheduleError
@@ -91,13 +90,17 @@ class _Facts:
         # By message: the step that posts its send or its receive, -1 for not yet.
         self.send_step, self.recv_step = [-1] * len(self.messages), [-1] * len(self.messages)
         self.waited = bytearray(len(self.messages))
+        # By link, first for values, then for gradients: the edge, and the stages at its ends.
+        firsts = range(0, len(self.messages), self.count)
+        self.ends = [(self.messages.edge(first), *self.messages.ends(first)) for first in firsts]
 
     def op(self, message: int, kind: Kind) -> Op:
         """One end of a message. The index tells apart those from one stage to several of one rank."""
-        source, destination = self.messages.ends(message)
-        ranks = self.plan.placement.ranks
-        edge = Edge(ranks[source], ranks[destination])
-        return Op(OpKind(kind.value), edge, source, message % self.count, destination)
+        edge, source, destination = self.ends[message // self.count]
+        return Op(_OP_KINDS[kind], edge, source, message % self.count, destination)
+
+
+_OP_KINDS = {kind: OpKind(kind.value) for kind in (SEND_F, SEND_B, RECV_F, RECV_B)}
 
 
 class _Rank:
@@ -154,7 +157,6 @@ class _Rank:
         else:
             for leaf in action.parts or (action,):
                 self._check_needs(leaf, action)
-            self.steps.append(Work(str(action)))
             for leaf in action.parts or (action,):
                 self._compute(leaf)
 
