@@ -9,8 +9,6 @@ import attrs
 import torch
 from torch import nn
 
-from stepwell_meta import TensorMeta
-from stepwell_p2p import Edge, Op, OpKind, Recv, Send
 from stepwell_stage import Executor, LossWeights, PipelineStage, Schedule, Timeline, schedules
 
 from ._gather import gather_timeline
@@ -70,7 +68,9 @@ def pipeline(
         start, end = (len(pieces) * bound // num_stages for bound in (index, index + 1))
         own = [piece if isinstance(piece, nn.Module) else piece() for piece in pieces[start:end]]
         stages.append(PipelineStage(_Chain(own, start), index, num_stages, world.device))
-    executor = Executor(stages, plan, loss_fn, transport=world.transport, loss_weights=loss_weights, trace=trace)
+    executor = Executor(
+        stages, plan, loss_fn, transport=world.transport, loss_weights=loss_weights, share_loss=True, trace=trace
+    )
     return Pipeline(executor, world)
 
 
@@ -118,7 +118,7 @@ class Pipeline:
         outputs = self.executor.step(
             *self._inputs(args), target=self._target(target), return_outputs=return_outputs, **kwargs
         )
-        return StepResult(self._share_loss(), outputs)
+        return StepResult(self._loss(), outputs)
 
     def eval(self, *args: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> StepResult:
         """Run a batch forward, without gradients; arguments as in :meth:`step`.
@@ -128,7 +128,7 @@ class Pipeline:
         outputs = self.executor.eval(
             *self._inputs(args), target=self._target(target), return_outputs=return_outputs, **kwargs
         )
-        return StepResult(self._share_loss(), outputs)
+        return StepResult(self._loss(), outputs)
 
     def timeline(self) -> Timeline | None:
         """What all ranks did in the last step, on the rank of the last stage; None elsewhere. Needs ``trace=True``.
@@ -145,20 +145,8 @@ class Pipeline:
     def _target(self, target: Any) -> Any:
         return target if self.executor.is_last else None
 
-    def _share_loss(self) -> float | None:
-        """The last rank's loss, on every rank: one message of two numbers to each."""
-        world, loss = self.world, self.executor.loss
-        if world.rank != self.last_rank:
-            receive = Recv(Op(OpKind.RECV_F, Edge(self.last_rank, world.rank), 0, -4), _LOSS)
-            (message,) = world.transport.post([receive]).wait()
-            known, value = message.tolist()
-            return value if known else None
-        value = None if loss is None else loss.item()
-        message = torch.tensor([0.0, 0.0] if value is None else [1.0, value], dtype=torch.float64)
-        for rank in range(world.size):
-            if rank != world.rank:
-                world.transport.post([Send(Op(OpKind.SEND_F, Edge(world.rank, rank), 0, -4), message)]).wait()
-        return value
+    def _loss(self) -> float | None:
+        return None if self.executor.loss is None else self.executor.loss.item()
 
 
 class _Chain(nn.Module):
@@ -193,6 +181,3 @@ def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None) ->
     if make is None:
         raise PipelineError(f"unknown schedule {schedule!r}; known are {', '.join(schedules.BY_NAME)}")
     return make(ranks, ranks if microbatches is None else microbatches)
-
-
-_LOSS = TensorMeta((2,), (1,), torch.float64)
