@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate as replicate_with_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -18,12 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement
-from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule
+from stepwell_p2p.exceptions import PeerFailure
+from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule, lower
+from stepwell_stage.exceptions import StageUsageError
+from stepwell_stage.run._data_parallel import find_data_parallel
 from stepwell_stage.schedules import (
     dualpipe_v,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    looped_bfs,
     one_f_one_b,
     zb_h1,
     zbv,
@@ -90,6 +97,7 @@ SCHEDULES: list[Callable[[int, int], Schedule]] = [
     backwards_reversed,
     mixed_backwards,
 ]
+FEW = [one_f_one_b, zbv, mixed_backwards]
 
 
 def wrap_ddp(module: nn.Module, mesh: Any) -> nn.Module:
@@ -151,11 +159,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def all_schedules(wrap: Wrap) -> dict[str, list[dict[str, Any]]]:
+def steps_of(wrap: Wrap, schedules: list[Callable[[int, int], Schedule]]) -> dict[str, list[dict[str, Any]]]:
     """Gradients after one step and after a second on top of it, by schedule and name of the parameter in the plain model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     found = {}
-    for make in SCHEDULES:
+    for make in schedules:
         transport = C10dTransport(mesh.get_group("pp"))
         layers = build_layers()
         names = {id(layer): f"{i}." for i, layer in enumerate(layers)}
@@ -184,11 +192,21 @@ def plain_grads() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "wrap", [wrap_ddp, wrap_ddp_buckets, wrap_ddp_inside, wrap_fsdp, wrap_fsdp_layers, wrap_replicate]
+    ("wrap", "schedules"),
+    [
+        (wrap_ddp, SCHEDULES),
+        (wrap_ddp_buckets, FEW),
+        (wrap_ddp_inside, FEW),
+        (wrap_fsdp, SCHEDULES),
+        (wrap_fsdp_layers, FEW),
+        (wrap_replicate, FEW),
+    ],
 )
-def test_gradients_equal_the_plain_model_on_every_replica_and_schedule(workers: WorkerPool, wrap: Wrap) -> None:
+def test_gradients_equal_the_plain_model_on_every_replica_and_schedule(
+    workers: WorkerPool, wrap: Wrap, schedules: list[Callable[[int, int], Schedule]]
+) -> None:
     """P095, P099, P108, P113, P125, P126: split backwards too, and steps that add up."""
-    results = workers.run(all_schedules, 4, wrap, deadline=90)
+    results = workers.run(steps_of, 4, wrap, schedules, deadline=90)
     expected = plain_grads()
     for name in results[0]:
         for step in (0, 1):
@@ -198,3 +216,279 @@ def test_gradients_equal_the_plain_model_on_every_replica_and_schedule(workers: 
                 for parameter, grad in expected.items():
                     torch.testing.assert_close(found[parameter], (step + 1) * grad, msg=f"{name}, {parameter}")
                     assert torch.equal(found[parameter], (results[0][name][step] | results[2][name][step])[parameter])
+
+
+# DDP.
+
+
+def reductions(schedule: Schedule) -> list[list[str]]:
+    """The backwards and reductions of each of three steps, in order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    layers = build_layers()
+    executor = executor_on(mesh, wrap_ddp, schedule, layers)
+    (stage,) = executor.stages
+    log: list[str] = []
+
+    def reduce(_: None, bucket: Any) -> Any:
+        log.append("reduce")
+        buffer = bucket.buffer().div_(2)
+        work = dist.all_reduce(buffer, group=mesh["dp"].get_group(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    reduce.__annotations__ = {"bucket": dist.GradBucket}  # DDP looks
+    stage.submodule.register_comm_hook(None, reduce)
+    inner = stage.program.backward
+
+    def backward(microbatch: int, kind: Kind, roots: Any, grads: Any) -> Any:
+        log.append(kind.value)
+        return inner(microbatch, kind, roots, grads)
+
+    stage.program.backward = backward
+    inputs, target = own_half(mesh, executor)
+    steps = []
+    for _ in range(3):
+        executor.step(*inputs, target=target)
+        steps.append(log.copy())
+        log.clear()
+    return steps
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, zb_h1, backwards_reversed, mixed_backwards])
+def test_one_reduction_a_step_after_the_last_backward(workers: WorkerPool, make: Callable[..., Schedule]) -> None:
+    """P099, P125, P126."""
+    schedule = make(2, 8)
+    for rank, steps in enumerate(workers.run(reductions, 4, schedule)):
+        own = [action.kind.value for action in schedule.actions[rank // 2] if action.kind is not Kind.F]
+        assert steps == [[*own, "reduce"]] * 3
+
+
+def three_steps_two_without_sync() -> tuple[dict[str, Any], dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    executor = executor_on(mesh, wrap_ddp, one_f_one_b(2, 3), build_layers())
+    inputs, target = own_half(mesh, executor)
+    module = executor.stages[0].submodule
+    with module.no_sync():
+        executor.step(*inputs, target=target)
+        executor.step(*inputs, target=target)
+    before = {name: parameter.grad.clone() for name, parameter in module.module.named_parameters()}
+    executor.step(*inputs, target=target)
+    return before, {name: parameter.grad for name, parameter in module.module.named_parameters()}
+
+
+def test_steps_under_no_sync_add_up_and_are_reduced_by_the_first_after_them(workers: WorkerPool) -> None:
+    results = workers.run(three_steps_two_without_sync, 4)
+    expected = plain_grads()
+    for rank in (0, 2):
+        (before, after), (other_before, other_after) = results[rank], results[rank + 1]
+        assert any(not torch.equal(before[name], other_before[name]) for name in before)
+        for name, grad in after.items():
+            assert torch.equal(grad, other_after[name])
+            number, rest = name.split(".", 1)
+            torch.testing.assert_close(grad, 3 * expected[f"{int(number) + rank}.{rest}"])
+
+
+class Half(nn.Module):
+    """Uses one of its layers where the data is positive; with BatchNorm, whose buffers DDP keeps equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.a(x) if dist.get_rank() % 2 else self.b(x)
+
+
+def unused_parameters(*, find: bool) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    module = DistributedDataParallel(Half(), process_group=mesh["dp"].get_group(), find_unused_parameters=find)
+    stage = PipelineStage(module, mesh.get_local_rank("pp"), 2, "cpu")
+    executor = Executor(stage, zb_h1(2, 3), functional.mse_loss, transport=C10dTransport(mesh.get_group("pp")))
+    inputs, target = own_half(mesh, executor)
+    if not find:
+        with pytest.raises((StageUsageError, PeerFailure)) as failure:
+            executor.step(*inputs, target=target)
+        return str(failure.value)
+    executor.step(*inputs, target=target)
+    with torch.no_grad():
+        module.module.norm.running_mean.fill_(1000 * mesh.get_local_rank("dp"))
+    executor.step(*inputs, target=target)
+    return {name: p.grad for name, p in module.module.named_parameters()}, module.module.norm.running_mean
+
+
+def test_parameters_that_some_replicas_do_not_use(workers: WorkerPool) -> None:
+    """As in DDP: zero from a replica that does not use it, None where none does; and buffers are the first replica's."""
+    results = workers.run(unused_parameters, 4, find=True)
+    for rank in (0, 2):
+        (grads, mean), (others, other_mean) = results[rank], results[rank + 1]
+        for name, grad in grads.items():
+            if name.startswith("c."):
+                assert grad is None
+                assert others[name] is None
+            else:
+                assert torch.equal(grad, others[name]), name
+        assert mean.abs().max() < 100
+        assert other_mean.abs().max() < 100
+    for message in workers.run(unused_parameters, 4, find=False):
+        assert "no microbatch gave a gradient to" in message
+        assert "find_unused_parameters=True" in message
+
+
+def refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    static = DistributedDataParallel(nn.Linear(1, 1), static_graph=True)
+    wrapped = (
+        nn.Sequential(FullyShardedDataParallel(nn.Linear(1, 1), device_mesh=mesh, device_id=torch.device("cpu"))),
+        static,
+        replicate_with_ddp(nn.Linear(1, 1)),
+    )
+    messages = []
+    for module in wrapped:
+        with pytest.raises(StageUsageError) as failure:
+            find_data_parallel(module)
+        messages.append(str(failure.value))
+    assert find_data_parallel(nn.Linear(1, 1)) is None
+    # A plan that was lowered for plain stages would leave the replicas apart.
+    stage = PipelineStage(DistributedDataParallel(nn.Linear(1, 1)), 0, 1, "cpu")
+    with pytest.raises(StageUsageError) as failure:
+        Executor(stage, lower(gpipe(1, 1)), functional.mse_loss)
+    messages.append(str(failure.value))
+    Executor(stage, lower(gpipe(1, 1), reduced=[0]), functional.mse_loss)
+    return messages
+
+
+def test_wrappings_that_cannot_be_held_back_are_refused(workers: WorkerPool) -> None:
+    """P124."""
+    messages, _ = workers.run(refusals, 2)
+    assert "module '0' is a FullyShardedDataParallel" in messages[0]
+    assert "use torch.distributed.fsdp.fully_shard" in messages[0]
+    assert "the stage's module is a DistributedDataParallel with static_graph=True" in messages[1]
+    assert "composable replicate()" in messages[2]
+    assert "lowered without 0REDUCE_GRAD" in messages[3]
+    assert "reduced=[0]" in messages[3]
+
+
+# FSDP2.
+
+
+def traffic(
+    make: Callable[..., Schedule], **options: Any
+) -> tuple[list[dict[str, int]], tuple[Action, ...], list[bool]]:
+    """Collectives of the first and second step and of an evaluation, the rank's plan, and whether anything stays gathered."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    counts: collections.Counter[str] = collections.Counter()
+    kinds = {  # by name in one version of torch or another
+        "all_gather_into_tensor": "gather",
+        "all_gather_single": "gather",
+        "reduce_scatter_tensor": "reduce",
+        "reduce_scatter_single": "reduce",
+    }
+    originals = {name: getattr(dist, name) for name in kinds if hasattr(dist, name)}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[kinds[name]] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    layers = build_layers()
+    executor = executor_on(mesh, wrap_fsdp_layers, make(2, 4, **options), layers)
+    inputs, target = own_half(mesh, executor)
+    found = []
+    for name in originals:
+        setattr(dist, name, counted(name))
+    try:
+        for run in (executor.step, executor.step, executor.eval):
+            run(*inputs, target=target)
+            found.append(dict(counts))
+            counts.clear()
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    gathered = [not isinstance(p, DTensor) for p in executor.parameters()]
+    rank = mesh.get_local_rank("pp")
+    return found, executor.plan.actions[rank], gathered
+
+
+@pytest.mark.parametrize(("make", "options"), [(one_f_one_b, {}), (zb_h1, {}), (zbv, {}), (looped_bfs, {})])
+def test_parameters_are_gathered_and_gradients_reduced_where_the_plan_says(
+    workers: WorkerPool, make: Callable[..., Schedule], options: dict[str, int]
+) -> None:
+    """P123: each of a rank's two layers is gathered once and reduced once a step, and everything is freed at the end."""
+    for counts, plan, gathered in workers.run(traffic, 4, make, **options):
+        assert counts[0] == counts[1] == {"gather": 2, "reduce": 2}
+        assert counts[2] == {"gather": 2}
+        assert not any(gathered)
+        for stage in {action.stage for action in plan}:
+            own = [a.kind for a in plan if a.stage == stage and (a.kind.is_compute or not a.kind.has_microbatch)]
+            assert own[0] is Kind.UNSHARD
+            assert own[-2:] == [Kind.REDUCE_GRAD, Kind.RESHARD]
+            assert all(kind.is_compute for kind in own[1:-2])
+
+
+def wrap_mixed(module: nn.Module, mesh: Any) -> nn.Module:
+    """Computes in bfloat16, accumulates and reduces in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    for layer in module:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def wrap_partly_frozen(module: nn.Module, mesh: Any) -> nn.Module:
+    for layer in module:
+        layer.up.requires_grad_(False)
+    return wrap_fsdp(module, mesh)
+
+
+def some_schedules(wrap: Wrap) -> dict[str, dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    found = {}
+    for make in (one_f_one_b, zb_h1):
+        executor = executor_on(mesh, wrap, make(2, 4), build_layers())
+        inputs, target = own_half(mesh, executor)
+        executor.step(*inputs, target=target)
+        (stage,) = executor.stages
+        found[make.__name__] = {
+            f"{int(name[0]) + 2 * stage.stage_index}{name[1:]}": None if p.grad is None else whole(p.grad)
+            for name, p in stage.submodule.named_parameters()
+        }
+        executor.transport.close()
+    return found
+
+
+def test_mixed_precision_and_frozen_parameters(workers: WorkerPool) -> None:
+    expected = plain_grads()
+    for replica in (0, 1):
+        results = workers.run(some_schedules, 4, wrap_mixed)
+        for name in results[0]:
+            for parameter, grad in (results[replica][name] | results[2 + replica][name]).items():
+                assert grad.dtype == torch.float32
+                torch.testing.assert_close(grad, expected[parameter], rtol=0.1, atol=0.02)
+        results = workers.run(some_schedules, 4, wrap_partly_frozen)
+        for name in results[0]:
+            for parameter, grad in (results[replica][name] | results[2 + replica][name]).items():
+                if ".up." in parameter:
+                    assert grad is None
+                else:
+                    torch.testing.assert_close(grad, expected[parameter])
+
+
+def hybrid() -> list[Any]:
+    """One pipeline rank, two by two replicas: sharded over one axis and replicated over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module = wrap_fsdp(nn.Sequential(*build_layers()), mesh)
+    rows = [[Action(0, kind, m) for m in range(3) for kind in (Kind.F, Kind.I, Kind.W)]]
+    schedule = Schedule("split", Placement.loop(1, 1), 3, rows)
+    executor = Executor(PipelineStage(module, 0, 1, "cpu"), schedule, functional.mse_loss, transport=None)
+    x, y = (part[dist.get_rank() * 6 :][:6] for part in batch())
+    executor.step(x, target=y)
+    return [whole(parameter.grad) for parameter in module.parameters()]
+
+
+def test_hybrid_sharding(workers: WorkerPool) -> None:
+    for grads in workers.run(hybrid, 4):
+        for grad, expected in zip(grads, plain_grads().values(), strict=True):
+            torch.testing.assert_close(grad, expected)
