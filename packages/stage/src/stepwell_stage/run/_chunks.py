@@ -254,7 +254,8 @@ def _cut_mask(mask: Any, count: int) -> list[Any]:
     start = 0
     for number in range(count):
         blocks: dict[str, Any] = {name: part[number] for name, part in parts.items()}
-        mask_mod = _shifted(mask.mask_mod, start)
+        # A tensor, so that what traces the function takes the offset as an input and does not write the first one down.
+        mask_mod = _shifted(mask.mask_mod, torch.tensor(start, device=mask.kv_num_blocks.device))
         chunks.append(
             type(mask).from_kv_blocks(
                 **blocks, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask_mod, seq_lengths=mask.seq_lengths
@@ -264,7 +265,7 @@ def _cut_mask(mask: Any, count: int) -> list[Any]:
     return chunks
 
 
-def _shifted(mask_mod: Any, start: int) -> Any:
+def _shifted(mask_mod: Any, start: torch.Tensor) -> Any:
     def shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mask_mod(b + start, h, q_idx, kv_idx)
 
