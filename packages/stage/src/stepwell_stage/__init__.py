@@ -13,6 +13,7 @@ from stepwell_stage.plan._search import Layer, PlanChoice, PlanSearch, plan_sear
 from stepwell_stage.plan._simulate import Simulation, simulate
 from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
+from stepwell_stage.run._backward import stage_backward, stage_backward_input, stage_backward_weight
 from stepwell_stage.run._chunks import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 from stepwell_stage.run._executor import Executor, LossWeights
 from stepwell_stage.run._graph_stage import build_stage
@@ -56,6 +57,9 @@ __all__ = [
     "prove",
     "simulate",
     "split_args_kwargs_into_chunks",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
     "state_dict",
     "tie",
     "to_perfetto",
