@@ -317,7 +317,7 @@ def bench(session: nox.Session) -> None:
     scripts = sorted(path for path in ROOT.glob("benchmarks/*.py") if not path.name.startswith("_"))
     if not scripts:
         session.skip("there is no benchmark yet")
-    _install(session, [*EVERYTHING.values()], extras=["cli", "plot"])
+    _install(session, [*EVERYTHING.values()], extras=ALL_EXTRAS)
     for script in scripts:
         session.run("python", str(script.relative_to(ROOT)), *session.posargs, env=QUIET)
 
