@@ -58,7 +58,8 @@ def test_size_and_signature() -> None:
     part = (torch.zeros(3, 2), {"mask": torch.ones(3, dtype=torch.bool)}, "text")
     assert batch_size(part) == 3
     assert batch_size(("text", torch.tensor(1))) == 1
-    assert signature(part) == (((3, 2), torch.float32), ((3,), torch.bool))
+    assert signature((part, {})) == (((3, 2), torch.float32), ((3,), torch.bool))
+    assert signature((part[:1], {"x": part[1]["mask"]})) == signature((part, {}))
 
 
 def test_scalars_are_stacked_and_other_values_taken_from_the_first() -> None:

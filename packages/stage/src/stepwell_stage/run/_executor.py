@@ -300,8 +300,11 @@ class Executor:
         numbers: dict[tuple[Any, ...], int] = {}
         groups = tuple(numbers.setdefault(signature(part), len(numbers)) for part in inputs)
         args_spec = self._args_spec if batch.arg_mbs is None else None
-        sizes = (batch_size(part, with_specs(*part, args_spec, self._kwargs_spec)[1]) for part in inputs)
-        return Cut(tuple(sizes), groups, tuple(numbers))
+        samples: dict[int, int] = {}  # of a microbatch of each group; all of one group have the same shapes
+        for group, part in zip(groups, inputs, strict=True):
+            if group not in samples:
+                samples[group] = batch_size(part, with_specs(*part, args_spec, self._kwargs_spec)[1])
+        return Cut(tuple(samples[group] for group in groups), groups, tuple(numbers))
 
 
 def _find_transport(stages: Sequence[PipelineStage], plan: Plan, transport: Transport | None) -> Transport:

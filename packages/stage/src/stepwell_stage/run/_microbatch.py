@@ -199,12 +199,16 @@ def batch_size(value: Any, spec: Any = BY_RULE) -> int:
     return 1
 
 
-def signature(value: Any) -> tuple[Any, ...]:
+def signature(value: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[Any, ...]:
     """What two microbatches must have in common to share their metadata: shapes and dtypes, in order.
 
-    Values that are no tensors do not count: they may differ from one microbatch to the next.
+    Takes a microbatch's positional and keyword inputs. Values that are no tensors do not count: they may differ from one
+    microbatch to the next.
     """
-    leaves, _ = tree_flatten(value)
+    args, kwargs = value
+    leaves: Sequence[Any] = args
+    if kwargs or not all(isinstance(arg, torch.Tensor) for arg in args):
+        leaves, _ = tree_flatten(value)
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
