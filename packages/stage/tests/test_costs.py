@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import attrs
 import pytest
 
-from stepwell_stage import Costs, EdgeCost
+from stepwell_stage import Action, Costs, EdgeCost, Event, Schedule, Timeline, lower, simulate
 from stepwell_stage.exceptions import StageUsageError
+from stepwell_stage.schedules import dualpipe_v, one_f_one_b, zbv
 
 
 def test_defaults() -> None:
@@ -57,3 +59,37 @@ def test_what_costs_may_not_be(change: dict[str, object], sentence: str) -> None
         fields["backward"] = ()
     with pytest.raises(StageUsageError, match=sentence):
         Costs(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, zbv, dualpipe_v])
+def test_what_was_measured_predicts_the_step(make: Callable[[int, int], Schedule]) -> None:
+    plan = lower(make(3, 8))
+    stages = plan.placement.num_stages
+    true = Costs([1 + stage for stage in range(stages)], [4 + stage for stage in range(stages)])
+    timeline = simulate(plan, true).timeline
+    events = [
+        Event(event.rank, leaf, event.start, event.end) for event in timeline.events for leaf in event.action.leaves
+    ]
+    if make is dualpipe_v:  # an executor notes the parts of a pair one by one
+        events = [
+            event
+            for event in events
+            if len([e for e in events if e.start == event.start and e.rank == event.rank]) == 1
+        ]
+    costs = Costs.measured(Timeline(events), stages)
+    assert costs.forward == true.forward
+    assert [a + b for a, b in zip(costs.input_costs, costs.weight_costs, strict=True)] == pytest.approx(true.backward)
+    assert simulate(plan, costs).makespan == pytest.approx(simulate(plan, true).makespan)
+
+
+def test_medians_leave_out_what_is_out_of_the_ordinary() -> None:
+    seconds = [9.0, 1.0, 1.2, 1.1, 1.0]
+    events = [Event(0, Action.parse(f"0F{n}"), 10.0 * n, 10.0 * n + value) for n, value in enumerate(seconds)]
+    costs = Costs.measured(Timeline(events), 1)
+    assert costs.forward == pytest.approx((1.1,))
+    assert costs.backward == (0.0,)
+
+
+def test_every_stage_must_be_measured() -> None:
+    with pytest.raises(StageUsageError, match="no F of stage 1 was measured; merge the timelines of all ranks"):
+        Costs.measured(Timeline([Event(0, Action.parse("0F0"), 0.0, 1.0)]), 2)

@@ -103,7 +103,7 @@ def test_local_values_are_handed_over_in_order() -> None:
             prove(Plan(schedule, ((0, 1),), [map(Action.parse, row.split())]), TAGGED)
 
 
-def test_a_message_with_one_end() -> None:
+def test_p018_a_message_with_one_end() -> None:
     rows = GOOD[0].replace("0SEND_F1 ", "").replace(" 0WAIT_F1", ""), GOOD[1]
     with pytest.raises(DeadlockError, match="but rank 0 never sends it") as caught:
         prove(plan_of(*rows), TAGGED)
@@ -132,7 +132,7 @@ def test_p025_two_ranks_that_wait_for_their_sends_before_they_receive() -> None:
     assert "rank 1 in 1WAIT_B0 waits" in text
 
 
-def test_p018_p029_one_microbatch_is_proved_like_many() -> None:
+def test_p029_one_microbatch_is_proved_like_many() -> None:
     for num_microbatches in (1, 2, 7):
         for num_ranks in (2, 3, 8):
             prove(lower(one_f_one_b(num_ranks, num_microbatches)), FIFO)

@@ -106,7 +106,7 @@ def test_what_is_found_is_what_it_says() -> None:
         assert 6 % choice.schedule.num_microbatches == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_p156_large_cases_cover_all_layers_and_beat_equal_cuts(seed: int) -> None:
     layers = some_layers(random.Random(seed), 30)
     batch, num_ranks = 8, 4
@@ -117,7 +117,7 @@ def test_p156_large_cases_cover_all_layers_and_beat_equal_cuts(seed: int) -> Non
         network=NETWORK,
         stages_per_rank=(1, 2),
         num_microbatches=[8],
-        most_simulations=40,
+        most_simulations=20,
     )
     assert sum(map(len, (range(a, b) for a, b in itertools.pairwise((*found.best.cuts, 30))))) == 30
     for name, make in BY_NAME.items():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 
 import attrs
 
 from ..exceptions import StageUsageError
+from ._action import Kind
+from ._timeline import Timeline
 
 
 @attrs.frozen
@@ -124,6 +127,39 @@ class Costs:
             output_bytes=(output_bytes,) * num_stages,
             latency=latency,
             bandwidth=bandwidth,
+        )
+
+    @classmethod
+    def measured(cls, timeline: Timeline, num_stages: int) -> Costs:
+        """What a traced step took: for each stage the median of its F, and of its B or of its I and W. Messages take nothing.
+
+        Use ``attrs.evolve`` for latency, bandwidth and bytes.
+
+        Args:
+            timeline: of all ranks, see :meth:`Timeline.merge`.
+            num_stages: how many stages the pipeline has.
+
+        Raises:
+            StageUsageError: of some stage nothing was measured.
+        """
+        times: dict[tuple[int, Kind], list[float]] = {}
+        for event in timeline.events:
+            times.setdefault((event.action.stage, event.action.kind), []).append(event.seconds)
+
+        def medians(kind: Kind) -> list[float]:
+            return [statistics.median(times.get((stage, kind), [0.0])) for stage in range(num_stages)]
+
+        unseen = next((stage for stage in range(num_stages) if (stage, Kind.F) not in times), None)
+        if unseen is not None:
+            raise StageUsageError(f"no F of stage {unseen} was measured; merge the timelines of all ranks")
+        whole, inputs, weights = medians(Kind.B), medians(Kind.I), medians(Kind.W)
+        is_split = [any(pair) for pair in zip(inputs, weights, strict=True)]
+        halves = list(zip(whole, inputs, weights, is_split, strict=True))
+        return cls(
+            medians(Kind.F),
+            [first + second if split and not b else b for b, first, second, split in halves],
+            [first if split else b / 2 for b, first, second, split in halves],
+            [second if split else b / 2 for b, first, second, split in halves],
         )
 
     @property
