@@ -12,12 +12,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from stepwell_meta.testing import WorkerPool
 from stepwell_stage.exceptions import StageUsageError
-from stepwell_stage.run._backward import stage_backward, stage_backward_input, stage_backward_weight
+from stepwell_stage import stage_backward, stage_backward_input, stage_backward_weight
 
 WIDTH = 8
 
@@ -162,6 +171,21 @@ def with_hooks(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.inner[1](h)
 
 
+def experts(m: Any, x: torch.Tensor) -> torch.Tensor:
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    hidden = functional.grouped_mm(m.inner[0](x).bfloat16(), m.w.bfloat16(), offs=ends)
+    return m.inner[1](torch.tanh(hidden).float())
+
+
+def low_rank(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.inner[0](x) + x @ m.a @ m.b
+
+
+def under_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.inner[1](m.inner[0](torch.tanh(m.inner[0](x)))).float()
+
+
 def hooked_weight() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
     layer.weight.register_hook(lambda grad: 2 * grad)
@@ -215,6 +239,10 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "RMSNorm": lambda: nn.Sequential(linear(), nn.RMSNorm(WIDTH), linear()),
     "BatchNorm": lambda: nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear()),
     "PReLU": lambda: nn.Sequential(linear(), nn.PReLU(), linear()),
+    "experts": lambda: Lambda(experts, linear(), linear(), w=(2, WIDTH, WIDTH)),
+    "low rank": lambda: Lambda(low_rank, linear().requires_grad_(False), a=(WIDTH, 2), b=(2, WIDTH)),
+    "autocast": lambda: Lambda(under_autocast, linear(), linear()),
+    "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(linear()), nn.Tanh(), linear()),
     "hooks": lambda: Lambda(with_hooks, linear(), linear()),
     "hooks on weights": lambda: nn.Sequential(hooked_weight(), nn.ReLU(), hooked_weight()),
     "hooks on a shared weight": lambda: Lambda(lambda m, x: m.inner[0](m.inner[0](x)), hooked_weight()),
@@ -333,6 +361,7 @@ class Counter(TorchDispatchMode):
 
 # Work; the rest are views, sums and accumulation.
 HEAVY = (
+    *("_grouped_mm", "native_batch_norm_backward", "native_group_norm_backward", "_weight_norm_interface_backward"),
     *(
         "mm",
         "bmm",
@@ -435,9 +464,12 @@ def test_a_compiled_stage_runs_whole_in_the_first_part() -> None:
 
 
 def test_hooks_run_as_in_one_backward() -> None:
-    """Those on weights once a microbatch, also after accumulation; those on an input and its uses as often as plainly."""
+    """Once a microbatch: hooks on weights before and after accumulation, and those on modules."""
     module = nn.Sequential(linear(), nn.LayerNorm(WIDTH), nn.PReLU(), linear())
     calls: collections.Counter[str] = collections.Counter()
+    for name, part in module.named_modules():
+        part.register_full_backward_pre_hook(lambda *_, name=name: calls.update([name]))
+        part.register_full_backward_hook(lambda *_, name=name: calls.update([name]))
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update([name]))
         parameter.register_hook(lambda _, name=name: calls.update([name]))
@@ -445,7 +477,7 @@ def test_hooks_run_as_in_one_backward() -> None:
     roots, grads = forward(module, x)
     _, rest = stage_backward_input(roots, grads, [x])
     stage_backward_weight([], rest)
-    assert calls == {name: 2 for name, _ in module.named_parameters()}
+    assert calls == {name: 2 for name, _ in [*module.named_parameters(), *module.named_modules()]}
 
 
 def test_a_second_input_that_nothing_depends_on_gets_none() -> None:
@@ -466,6 +498,34 @@ def test_outputs_may_be_nested_and_gradients_must_match_them() -> None:
     assert stage_backward_input([torch.ones(1)], None, [x]) == ((None,), [])
     with pytest.raises(StageUsageError, match="each of 2 outputs, got 1"):
         stage_backward([x, x], [x], [x])
+
+
+def tensor_parallel() -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel()}
+    found = []
+    for split in (False, True):
+        module = seeded(lambda: nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "up": linear(), "down": linear()}))
+        parallelize_module(module, mesh, plan)
+        x = distribute_tensor(example((4, WIDTH), 1).detach(), mesh, [Shard(0)]).requires_grad_()
+        y = module["down"](torch.tanh(module["up"](module["norm"](x))))
+        grad = torch.ones_like(y)
+        counts = []
+        if split:
+            (found_x,), rest = stage_backward_input([y], [grad], [x])
+            counts = [sum(parameter.grad is None for parameter in module.parameters())]
+            stage_backward_weight([], rest)
+        else:
+            (found_x,) = stage_backward([y], [grad], [x])
+        found.append([found_x.full_tensor(), *(parameter.grad.full_tensor() for parameter in module.parameters())])
+    return found[0], found[1], counts
+
+
+def test_tensor_parallel_stages(workers: WorkerPool) -> None:
+    for whole, split, (left,) in workers.run(tensor_parallel, 2):
+        assert left == 6
+        for a, b in zip(whole, split, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 # Memory.

@@ -48,7 +48,8 @@ from ..exceptions import StageUsageError
 
 Grads: TypeAlias = tuple[torch.Tensor | None, ...]
 
-# Nodes that compute, of the gradients of their operands, exactly those that are wanted, and share no work between them.
+# Nodes that compute, of the gradients of their operands, exactly those that are wanted, and share no work between them. (A batch
+# or group norm does share: the sums that its input's gradient needs are its weights' gradients.)
 _SEPARABLE = frozenset(
     {
         "AddBackward0",
@@ -57,14 +58,12 @@ _SEPARABLE = frozenset(
         "BmmBackward0",
         "ConvolutionBackward0",
         "ConvolutionOverrideableBackward0",
-        "CudnnBatchNormBackward0",
         "DivBackward0",
         "FusedRmsNormBackward0",
+        "GroupedMmBackward0",
         "LinearBackward0",
         "MmBackward0",
         "MulBackward0",
-        "NativeBatchNormBackward0",
-        "NativeGroupNormBackward0",
         "NativeLayerNormBackward0",
         "SubBackward0",
     }
