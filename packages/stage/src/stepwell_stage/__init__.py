@@ -15,10 +15,13 @@ from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
 from stepwell_stage.run._backward import stage_backward, stage_backward_input, stage_backward_weight
 from stepwell_stage.run._chunks import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
-from stepwell_stage.run._executor import Executor, LossWeights
+from stepwell_stage.run._executor import Executor
 from stepwell_stage.run._graph_stage import build_stage
+from stepwell_stage.run._loss import LossWeights
+from stepwell_stage.run._measure import measure_costs
 from stepwell_stage.run._norm import clip_grad_norm_
 from stepwell_stage.run._program import EagerProgram, StageProgram
+from stepwell_stage.run._sequential import SequentialSplit, split_sequential
 from stepwell_stage.run._stage import PipelineStage
 from stepwell_stage.run._state import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
 from stepwell_stage.run._tie import Tie, TiedGroup, tie
@@ -39,6 +42,7 @@ __all__ = [
     "PlanProof",
     "PlanSearch",
     "Schedule",
+    "SequentialSplit",
     "Simulation",
     "StageProgram",
     "TensorChunkSpec",
@@ -51,12 +55,14 @@ __all__ = [
     "load_optimizer_state_dict",
     "load_state_dict",
     "lower",
+    "measure_costs",
     "merge_chunks",
     "optimizer_state_dict",
     "plan_search",
     "prove",
     "simulate",
     "split_args_kwargs_into_chunks",
+    "split_sequential",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",

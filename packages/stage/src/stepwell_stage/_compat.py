@@ -13,6 +13,8 @@
   refuse to be told when to reshard. Without it there are no such modules.
 * ``torch.distributed._composable.replicate.DDP`` (seen in 2.11 to 2.13): the class that marks modules under the replicate() made
   of DDP. Without it there are no such modules.
+* ``_forward_hooks`` and ``_forward_pre_hooks`` of modules (seen in 2.11 to 2.13): whether a call does more than the forward.
+  Without them :func:`has_hooks` says no.
 * ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in names (seen in 2.11 to 2.13): what torch.compile and the activation
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
 * ``torch.utils._pytree`` (seen in 2.11 to 2.15): torch's own flattening of nested containers. Without it there is no fallback:
@@ -48,11 +50,12 @@ except ImportError:
     _ReplicateModule = None  # type: ignore[assignment,misc]
 
 __all__ = [
+    "has_hooks",
     "has_saved_tensor_hooks",
-    "is_torch_stage_name",
-    "join_torch_stages",
     "hold_back_fsdp",
     "is_ddp_replicated",
+    "is_torch_stage_name",
+    "join_torch_stages",
     "non_leaf",
     "plain_name",
     "reduce_ddp",
@@ -172,3 +175,8 @@ def reduce_fsdp(modules: Sequence[FSDPModule]) -> None:
 def plain_name(name: str) -> str:
     """The name of a parameter or buffer without what wrappers put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs hooks beside its forward."""
+    return any(getattr(module, kind, None) for kind in ("_forward_hooks", "_forward_pre_hooks"))
