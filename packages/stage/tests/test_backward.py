@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from stepwell_meta.testing import WorkerPool
-from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage import stage_backward, stage_backward_input, stage_backward_weight
+from stepwell_stage.exceptions import StageUsageError
 
 WIDTH = 8
 
