@@ -1,0 +1,176 @@
+"""Graph data parallelism against eager FSDP2 and DDP on gloo: step time, collectives, memory, compile and pass time.
+
+    python benchmarks/graph_dp.py                       # 2 and 4 ranks, then pass time against layers
+    python benchmarks/graph_dp.py --ranks 2 --layers 8 --width 256 --steps 12
+    python benchmarks/graph_dp.py --passes 4 64 256     # pass time only
+
+All variants run in the same processes, interleaved step by step, so that a busy machine slows them alike; a figure is the median
+over the steps, on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from stepwell_graphpasses import GraphCompiler, PassConfig, trace
+from stepwell_graphpasses._collectives import starts
+from stepwell_graphpasses.testing import LiveBytes, fake_world
+from stepwell_meta.testing import WorkerPool
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, vocab: int = 512) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make(layers: int, width: int) -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers, width)
+
+
+def compare(layers: int, width: int, batch: int, length: int, steps: int) -> dict[str, Any]:
+    """One rank's figures."""
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(512, (batch, length))
+    runs: dict[str, tuple[Any, nn.Module]] = {}
+    found: dict[str, Any] = {}
+
+    alone = make(layers, width)
+    runs["compute"] = (lambda: loss_of(alone, tokens).backward(), alone)
+    ddp = DistributedDataParallel(make(layers, width))
+    runs["ddp"] = (lambda: loss_of(ddp, tokens).backward(), ddp)
+    fsdp = make(layers, width)
+    for block in fsdp.blocks:
+        fully_shard(block)
+    fully_shard(fsdp)
+    runs["fsdp2"] = (lambda: loss_of(fsdp, tokens).backward(), fsdp)
+    for name, config in {
+        "graph ddp": PassConfig(dp_mode="ddp", bucket_by="bytes"),
+        "graph fsdp": PassConfig(),
+        "graph fsdp, bytes": PassConfig(bucket_by="bytes", bucket_mb=16),
+        "graph fsdp, one each": PassConfig(bucket_by="none"),
+    }.items():
+        start = time.perf_counter()
+        compiler = GraphCompiler(make(layers, width), loss_of, config).compile(tokens=tokens)
+        found[name, "compile"] = time.perf_counter() - start
+        found[name, "collectives"] = len(starts(compiler.graph().graph))
+        runs[name] = (lambda compiler=compiler: compiler.forward_backward(tokens=tokens), compiler.model)
+
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for step in range(steps + 2):
+        for name, (run, model) in runs.items():
+            model.zero_grad()
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            if step >= 2:
+                times[name].append(elapsed)
+    for name, (run, model) in runs.items():
+        model.zero_grad()
+        with LiveBytes() as live:
+            run()
+        found[name, "peak"] = live.peak
+        found[name, "time"] = statistics.median(times[name])
+    return found
+
+
+def pass_time(layers: int) -> dict[str, float]:
+    """Seconds to trace, and for all passes, on fake ranks."""
+    with fake_world(8):
+        tokens = torch.randint(512, (2, 17))
+        compiler = GraphCompiler(make(layers, 64), loss_of)
+        start = time.perf_counter()
+        trace(compiler.model, loss_of, {"tokens": tokens})
+        traced = time.perf_counter() - start
+        compiler.compile(tokens=tokens)
+        return {
+            "layers": layers,
+            "trace": traced,
+            "passes": sum(report.seconds for report in compiler.reports),
+            "nodes": compiler.reports[-1].nodes,
+            **{report.name: report.seconds for report in compiler.reports},
+        }
+
+
+def report(ranks: int, results: list[dict[str, Any]]) -> None:
+    slowest = {key: max(result[key] for result in results) for key in results[0]}
+    names = [name for name, what in slowest if what == "time"]
+    print(f"\n{ranks} ranks\n")
+    print("| | step ms | ÷ FSDP2 | ÷ DDP | ÷ compute | collectives | peak MiB | peak ÷ FSDP2 | compile s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in names:
+        seconds, peak = slowest[name, "time"], slowest[name, "peak"]
+        ratios = [seconds / slowest[other, "time"] for other in ("fsdp2", "ddp", "compute")]
+        count, compiling = slowest.get((name, "collectives"), "-"), slowest.get((name, "compile"))
+        print(
+            f"| {name} | {seconds * 1e3:.0f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {ratios[2]:.2f} | {count} |"
+            f" {peak / 2**20:.1f} | {peak / slowest['fsdp2', 'peak']:.2f} | {'-' if compiling is None else f'{compiling:.1f}'} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=65)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument(
+        "--passes", type=int, nargs="*", default=None, help="layers to time the passes for; no step times"
+    )
+    options = parser.parse_args()
+    if options.passes is None:
+        with WorkerPool() as pool:
+            for ranks in options.ranks:
+                shape = (options.layers, options.width, options.batch, options.length, options.steps)
+                report(ranks, pool.run(compare, ranks, *shape, deadline=1200.0))
+    print("\n| layers | nodes | trace s | all passes s | data parallel | reshard | bucket | overlap |")
+    print("|---|---|---|---|---|---|---|---|")
+    for layers in options.passes if options.passes is not None else (4, 16, 64, 256):
+        row = pass_time(layers)
+        parts = " | ".join(f"{row[name]:.1f}" for name in ("data_parallel", "reshard", "bucket", "overlap"))
+        print(f"| {layers} | {row['nodes']} | {row['trace']:.1f} | {row['passes']:.1f} | {parts} |")
+
+
+if __name__ == "__main__":
+    main()
