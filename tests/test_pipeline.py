@@ -60,6 +60,49 @@ def test_pieces_are_spread_and_the_loss_is_known_everywhere(ranks: int, schedule
     assert 0 <= timeline.bubble < 1
 
 
+class Tied(nn.Module):
+    """A model whose forward is cut: its last layer's weight is its first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.last(x)
+
+
+def initialise(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        generator = torch.Generator().manual_seed(sum(map(ord, name.replace("last.w", "first.w"))))
+        nn.init.uniform_(parameter, -1, 1, generator=generator)
+
+
+def test_a_whole_model_is_cut_and_stays_tied() -> None:
+    def main(world: stepwell.World) -> Any:
+        with torch.device("meta"):
+            model = Tied()
+        pipe = stepwell.pipeline(model, world, loss_fn=functional.mse_loss, microbatches=3, init_fn=initialise)
+        loss = pipe.step(X, target=Y).loss
+        return loss, {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+    results = stepwell.launch(main, ranks=3)
+    model = Tied()
+    initialise(model)
+    loss = functional.mse_loss(model(X), Y)
+    loss.backward()
+    for found, grads in results:
+        assert found == pytest.approx(loss.item())
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, model.get_parameter(name).grad)
+    assert {name for _, grads in results for name in grads} >= {name for name, _ in model.named_parameters()}
+
+
 def test_a_piece_may_be_a_function_called_only_where_it_runs() -> None:
     made: list[tuple[int, int]] = []
 

@@ -9,7 +9,16 @@ import attrs
 import torch
 from torch import nn
 
-from stepwell_stage import Executor, LossWeights, PipelineStage, Schedule, Timeline, schedules
+from stepwell_stage import (
+    Executor,
+    LossWeights,
+    PipelineStage,
+    Schedule,
+    Timeline,
+    schedules,
+    split_sequential,
+    tie,
+)
 
 from ._gather import gather_timeline
 from ._launch import World
@@ -30,47 +39,59 @@ class StepResult:
 
 
 def pipeline(
-    pieces: Sequence[nn.Module | Callable[[], nn.Module]],
+    pieces: nn.Module | Sequence[nn.Module | Callable[[], nn.Module]],
     world: World,
     *,
     loss_fn: Callable[..., torch.Tensor],
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
     loss_weights: LossWeights = "mean",
+    init_fn: Callable[[nn.Module], object] | None = None,
     trace: bool = False,
 ) -> Pipeline:
     """A pipeline over the ranks of ``world``.
 
     Args:
-        pieces: the model as modules that run one after the other, each with the outputs of the one before as its positional
-            arguments (an ``nn.Sequential`` is such a sequence). Consecutive pieces are put together to as many stages as the
-            schedule has, as evenly as their number allows. A piece may be a function that makes the module, called only on the
-            rank that runs it.
+        pieces: the model, if it runs its layers one after the other: it is cut into stages by
+            :func:`stepwell_stage.split_sequential`, with as even numbers of parameters as can be, and tied parameters stay tied.
+            Or modules that run one after the other, each with the outputs of the one before as its positional arguments.
+            Consecutive pieces are put together to as many stages as the schedule has, as evenly as their number allows. A piece
+            may be a function that makes the module, called only on the rank that runs it.
         world: which rank this is; see :func:`stepwell.launch`.
         loss_fn: from the model's outputs and a target to the loss of one microbatch.
         schedule: a name (one of ``stepwell_stage.schedules.BY_NAME``), or a schedule for as many ranks as there are.
         microbatches: how many microbatches a batch is cut into; needed with a name, and by default as many as ranks.
         loss_weights: see :class:`stepwell_stage.Executor`.
+        init_fn: gives values to this rank's part of a model that is on the meta device; see
+            :meth:`stepwell_stage.SequentialSplit.module`.
         trace: whether to note what happens when, for :meth:`Pipeline.timeline`.
 
     Raises:
+        StageUsageError: the model cannot be cut; names the line that forbids it.
         PipelineError: the pieces, the schedule and the number of ranks do not fit together.
     """
     plan = _schedule(schedule, world.size, microbatches)
     num_stages = plan.placement.num_stages
-    if len(pieces) < num_stages:
+    if isinstance(pieces, nn.Module):
+        cut = split_sequential(pieces, num_stages)
+        stages = cut.stages(plan.placement, world.rank, world.device, init_fn=init_fn)
+        tied = cut.tied
+    elif len(pieces) < num_stages:
         raise PipelineError(
             f"{plan.name} on {world.size} ranks has {num_stages} stages, but the model has {len(pieces)} pieces;"
             " use fewer ranks or cut the model into more pieces"
         )
-    stages = []
-    for index in plan.placement.stages_of(world.rank):
-        start, end = (len(pieces) * bound // num_stages for bound in (index, index + 1))
-        own = [piece if isinstance(piece, nn.Module) else piece() for piece in pieces[start:end]]
-        stages.append(PipelineStage(_Chain(own, start), index, num_stages, world.device))
+    else:
+        stages, tied = [], {}
+        for index in plan.placement.stages_of(world.rank):
+            start, end = (len(pieces) * bound // num_stages for bound in (index, index + 1))
+            own = [piece if isinstance(piece, nn.Module) else piece() for piece in pieces[start:end]]
+            stages.append(PipelineStage(_Chain(own, start), index, num_stages, world.device))
     executor = Executor(
         stages, plan, loss_fn, transport=world.transport, loss_weights=loss_weights, share_loss=True, trace=trace
     )
+    if tied:
+        tie(executor, tied)
     return Pipeline(executor, world)
 
 
