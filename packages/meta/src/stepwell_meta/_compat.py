@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import placement_types
 
-__all__ = ["AsyncCollectiveTensor", "FakeTensor", "StridedShard", "container_class", "container_rule"]
+__all__ = ["LOADED_LATE", "AsyncCollectiveTensor", "FakeTensor", "StridedShard", "container_class", "container_rule"]
 
 # Seen in 2.11 to 2.14. Without it, fake tensors are refused like any other tensor subclass.
 try:
@@ -38,6 +38,11 @@ except ImportError:
 
 # Seen in 2.11 to 2.14. None without it: such placements then do not exist, and bytes that name one are refused.
 StridedShard: Any = getattr(placement_types, "_StridedShard", None)
+
+
+# Modules that torch imports by itself at the first DTensor, DDP or compiled module, which takes seconds: loaded once by the
+# server that workers are forked from. Seen in 2.13; one that is not there is passed over.
+LOADED_LATE = ("torch._dynamo", "torch.distributed.tensor")
 
 
 def container_rule(cls: type) -> Any:

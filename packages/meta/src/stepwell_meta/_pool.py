@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import attrs
 
+from stepwell_meta._compat import LOADED_LATE
 from stepwell_meta._worker import Answer, Call, serve
 from stepwell_meta.exceptions import StepwellError
 
@@ -99,7 +100,9 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "stepwell_meta._worker"])
+        self._context.set_forkserver_preload(
+            ["torch", "torch.distributed", *LOADED_LATE, "cloudpickle", "stepwell_meta._worker"]
+        )
 
     def run(
         self,
