@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Placement, Wire
-from stepwell_stage import PipelineStage
-from stepwell_stage.schedules import interleaved_1f1b, to_csv, zbv
+from stepwell_p2p import C10dTransport, Placement
+from stepwell_stage import PipelineStage, Plan, lower
+from stepwell_stage.schedules import interleaved_1f1b, interleaved_zero_bubble, to_csv, zbv
 
 WIDTH = 6
 ROWS = 16
@@ -68,10 +66,13 @@ def plain(count: int, microbatches: int) -> tuple[list[torch.Tensor], list[torch
     return [parameter.grad for parameter in model.parameters()], losses, torch.cat(outputs)
 
 
-def check(schedule: Any, stages: Sequence[PipelineStage], microbatches: int, *, steps: int = 2) -> None:
+def check(
+    schedule: Any, stages: Sequence[PipelineStage], microbatches: int, *, steps: int, scaled: bool = True
+) -> None:
     """Steps and evaluations over this rank's stages, compared with the plain loop."""
     count = stages[0].num_stages
     grads, losses, outputs = plain(count, microbatches)
+    grads = grads if scaled else [grad * microbatches for grad in grads]
     per_stage = [list(module.parameters()) for module in layers(count)]
     start = [sum(len(p) for p in per_stage[: stage.stage_index]) for stage in stages]
     x, y = batch()
@@ -111,15 +112,14 @@ def stages_on(ranks: Sequence[int], transport: C10dTransport, **options: Any) ->
 EXAMPLE = torch.zeros(ROWS // 4, WIDTH)
 
 
-def every_schedule() -> None:
+def every_schedule(steps: int) -> None:
     transport = C10dTransport()
     size = transport.size
     loop, v = Placement.loop(2 * size, size).ranks, Placement.v(2 * size, size).ranks
     declared = {"input_args": EXAMPLE.clone().requires_grad_(), "output_args": EXAMPLE.clone().requires_grad_()}
-    for make in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B):
-        for options in ({}, declared):
-            (stage,) = stages_on(range(size), transport, **options)
-            check(make(stage, 4, functional.mse_loss), [stage], 4)
+    for make, options in ((pipelining.ScheduleGPipe, {}), (pipelining.Schedule1F1B, declared)):
+        (stage,) = stages_on(range(size), transport, **options)
+        check(make(stage, 4, functional.mse_loss), [stage], 4, steps=steps)
     for kind, ranks, microbatches in (
         (pipelining.ScheduleLoopedBFS, loop, 4),
         (pipelining.ScheduleInterleaved1F1B, loop, 4),
@@ -128,10 +128,34 @@ def every_schedule() -> None:
         (pipelining.ScheduleDualPipeV, v, 8),
     ):
         stages = stages_on(ranks, transport)
-        check(kind(stages, microbatches, functional.mse_loss), stages, microbatches)
+        check(kind(stages, microbatches, functional.mse_loss), stages, microbatches, steps=steps)
     transport.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_torchs_schedules_run_over_our_stages(workers: WorkerPool, ranks: int) -> None:
-    workers.run(every_schedule, ranks, deadline=100)
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 2), (4, 1)])
+def test_torchs_schedules_run_over_our_stages(workers: WorkerPool, ranks: int, steps: int) -> None:
+    workers.run(every_schedule, ranks, steps, deadline=110)
+
+
+def from_files() -> None:
+    """Torch's runtime reads what we write: schedules, and plans with their communication."""
+    transport = C10dTransport()
+    for schedule, kind in (
+        (interleaved_1f1b(transport.size, 4), "compute_only"),
+        (zbv(transport.size, 4), "compute_only"),
+        (lower(interleaved_zero_bubble(transport.size, 4)), "compute_comms"),
+    ):
+        stages = stages_on(schedule.placement.ranks, transport)
+        runtime = _PipelineScheduleRuntime(stages, 4, functional.mse_loss)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "plan.csv")
+            to_csv(schedule, file, for_torch=True)
+            runtime._load_csv(str(file), kind)
+        check_without_scaling = isinstance(schedule, Plan)  # torch puts REDUCE_GRAD into schedules only
+        runtime.scale_grads = not check_without_scaling
+        check(runtime, stages, 4, steps=1, scaled=not check_without_scaling)
+    transport.close()
+
+
+def test_torchs_csv_runtime_runs_over_our_stages(workers: WorkerPool) -> None:
+    workers.run(from_files, 2, deadline=80)

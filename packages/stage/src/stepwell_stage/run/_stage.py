@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from stepwell_mesh import GetMesh, MeshCache
+from stepwell_mesh import GetMesh, MeshCache, adapt_torch_get_mesh
 from stepwell_meta import (
     AnyMeta,
     InferenceMode,
@@ -59,7 +62,8 @@ class PipelineStage(TorchStage):
             ``transport=C10dTransport(group)``.
         dw_builder: for a module whose backward leaves its weights' gradients for later: called after each backward, it returns
             the function that computes them, which a whole backward calls at once and a split one in its second part.
-        get_mesh: finds the mesh for a :class:`stepwell_meta.MeshKey`, where DTensors come from other stages. Meshes of the
+        get_mesh: finds the mesh for a :class:`stepwell_meta.MeshKey`, where DTensors come from other stages; a function of axis
+            names and layout, as torch's stages take, is one too. Meshes of the
             module's own DTensor parameters and of the examples are known without it.
         transport: what carries values to other ranks. All stages of a rank use one.
         wires: which output goes into which input of which later stage; the same for every stage of the pipeline. By default all
@@ -93,7 +97,7 @@ class PipelineStage(TorchStage):
         input_grads: Any = None,
         group: Any = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
-        get_mesh: GetMesh | None = None,
+        get_mesh: GetMesh | Callable[[tuple[str, ...], Any], DeviceMesh | None] | None = None,
         *,
         transport: Transport | None = None,
         wires: Iterable[Wire] | None = None,
@@ -107,6 +111,10 @@ class PipelineStage(TorchStage):
             )
         if group is not None and transport is not None:
             raise StageUsageError("give a stage a group or a transport, not both: a group becomes C10dTransport(group)")
+        if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise StageUsageError(
+                f"stage {stage_index}: this rank is not in the group; make the stages of a pipeline on its own ranks only"
+            )
         if shapes not in ("static", "dynamic"):
             raise StageUsageError(f"shapes must be 'static' or 'dynamic', got {shapes!r}")
         self.stage_index = stage_index
@@ -150,7 +158,7 @@ class PipelineStage(TorchStage):
         ):
             if values is not None and grads is not None:
                 validate_static_arg_grad_correspondence(values, grads, kind=kind, stage=stage_index)
-        self.meshes = MeshCache(get_mesh)
+        self.meshes = MeshCache(_of_key(get_mesh))
         self.meshes.add_tensors(self._tensors_known((input_args, output_args, input_grads, output_grads)))
 
     @property
@@ -178,6 +186,19 @@ class PipelineStage(TorchStage):
 
     def __repr__(self) -> str:
         return f"PipelineStage({self.stage_index} of {self.num_stages}, {type(self.submodule).__name__}, {self.device})"
+
+
+def _of_key(get_mesh: Callable[..., DeviceMesh | None] | None) -> GetMesh | None:
+    """A function of a key, also from one that was written for torch's own stages."""
+    if get_mesh is None:
+        return None
+    try:
+        inspect.signature(get_mesh).bind(None)
+    except TypeError:
+        return adapt_torch_get_mesh(get_mesh)
+    except ValueError:  # a callable that does not say what it takes
+        pass
+    return get_mesh
 
 
 def _metas(example: Any) -> tuple[AnyMeta, ...]:

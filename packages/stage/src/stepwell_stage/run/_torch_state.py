@@ -1,0 +1,101 @@
+"""What a stage under torch's schedules remembers, and what stages tell each other before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from stepwell_meta import AnyMeta, ForwardMeta
+from stepwell_p2p import Transport
+
+from ._agree import Word
+from ._link import LinkLooks
+from ._torch_run import OpsTransport, TorchRun
+
+
+@attrs.define
+class RecvInfo:
+    """What a stage receives, or takes from the caller. Mutable: the buffer comes and goes.
+
+    Attributes:
+        input_name: what to call it.
+        source: the stage that it comes from; None where it comes from the caller.
+        buffer: where it is being received, from the receive until it is used.
+        tensor_meta: what it looks like; None where nothing comes.
+        is_root_arg: whether it comes from the caller.
+        order: its place among what is received at once.
+    """
+
+    input_name: str
+    source: int | None
+    buffer: torch.Tensor | None
+    tensor_meta: AnyMeta | None
+    is_root_arg: bool = False
+    order: int = 0
+
+    def __repr__(self) -> str:
+        if self.is_root_arg:
+            return f"RecvInfo({self.input_name}, from the caller, {self.tensor_meta})"
+        state = "no buffer" if self.buffer is None else f"buffer {tuple(self.buffer.shape)}"
+        return f"RecvInfo({self.input_name}, from stage {self.source}, {self.tensor_meta}, {state})"
+
+
+@attrs.frozen
+class Verdict:
+    """What the vote says so far; torch's schedules ask for its ``item``, 1 for static.
+
+    Attributes:
+        word: what all stages up to this one said.
+    """
+
+    word: Word
+
+    def item(self) -> int:
+        """1 if every stage declared its values."""
+        return int(self.word.static)
+
+
+@attrs.frozen(eq=False)
+class HandedForward:
+    """What a stage finds out forward, for the next one on the same rank: its outputs, and what they look like."""
+
+    values: Sequence[torch.Tensor]
+    look: ForwardMeta
+
+
+@attrs.frozen(eq=False)
+class HandedBackward:
+    """What a stage finds out backward, for the one before on the same rank: the gradients of its inputs."""
+
+    values: Sequence[torch.Tensor | None]
+
+
+@attrs.define
+class TorchState:
+    """What a stage is under a schedule of torch. Mutable: it is found out bit by bit, see the module's table."""
+
+    has_backward: bool = False
+    ranks: dict[int, int] | None = None
+    transport: Transport | None = None
+    chunks: int | None = None
+    verdict: Verdict | None = None
+    heard: dict[tuple[int, int], LinkLooks] = attrs.field(factory=dict)
+    probe: TorchRun | None = None
+    value: Any = None
+    ops: OpsTransport | None = None
+    run: TorchRun | None = None
+    output_chunks: list[Any] = attrs.field(factory=list)
+    args_recv_info: dict[int, tuple[RecvInfo, ...]] = attrs.field(factory=dict)
+    act_send_info: dict[int, list[int]] = attrs.field(factory=dict)
+    grad_recv_info: dict[int, tuple[RecvInfo, ...]] = attrs.field(factory=dict)
+
+
+def own(value: Any) -> Any:
+    """A copy of a tensor for a run that must leave no trace, and no path of autograd either."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy: torch.Tensor = value.detach().clone().requires_grad_(value.requires_grad)
+    return copy
