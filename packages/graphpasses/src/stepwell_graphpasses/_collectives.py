@@ -110,7 +110,7 @@ class Writer:
         """``node`` in ``dtype``; the node itself where it has it."""
         if value_of(node).dtype == dtype:
             return node
-        return self.call("cast", aten._to_copy.default, node, kwargs={"dtype": dtype})
+        return self.call("cast", compat.CAST, node, kwargs={"dtype": dtype})
 
     def wait(self, node: fx.Node, waits_for: str, group: str, size: int) -> fx.Node:
         """The wait for a collective."""

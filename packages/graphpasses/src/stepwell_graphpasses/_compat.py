@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import (  # needed: dynamic shapes
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.utils._python_dispatch import TorchDispatchMode  # no public name; the memory oracle of `testing` needs it
 
 # The operators that stand for collectives in a graph. Their schemas have not changed since torch 2.3; needed.
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -26,13 +27,21 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+
+# Operators with an underscore in their names that a capture is full of. Named like that since torch 1.x; needed.
+CAST = torch.ops.aten._to_copy.default
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
+    "CAST",
     "REDUCE_SCATTER",
+    "UNSAFE_VIEW",
     "WAIT",
     "FakeTensorMode",
     "ShapeEnv",
+    "TorchDispatchMode",
     "alive",
     "current_graph",
     "enable_python_dispatcher",

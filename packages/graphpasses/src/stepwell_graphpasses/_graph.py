@@ -208,7 +208,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the result shares the memory of an argument without writing to it."""
-    if node.target is torch.ops.aten._unsafe_view.default:  # shares memory although its schema does not say so
+    if node.target is compat.UNSAFE_VIEW:  # shares memory although its schema does not say so
         return True
     if not isinstance(node.target, OpOverload) or is_mutation(node):
         return False

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._compat import alive, fake_store, pytree
+from ._compat import TorchDispatchMode, alive, fake_store, pytree
 from ._compiler import GraphCompiler
 from ._config import PassConfig
 from ._lint import find_problems

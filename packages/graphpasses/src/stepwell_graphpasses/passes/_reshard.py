@@ -14,6 +14,7 @@ import warnings
 import torch
 from torch import fx
 
+from .. import _compat as compat
 from .._collectives import Comm, comm_of, is_start
 from .._graph import (
     JointGraph,
@@ -28,7 +29,7 @@ from .._pass import PassContext, PassContract
 from ..exceptions import GraphWarning
 
 # Copies that are rebuilt like views: a cast weight kept for backward would cost as much as the weight.
-COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
+COPIES = frozenset({compat.CAST, torch.ops.aten.clone.default})
 
 
 class ReshardPass:
