@@ -297,7 +297,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_p059_autocast_around_step_holds_inside_and_what_crosses_is_half_as_large(threads: Threads, name: str) -> None:
-    """Also steps and evaluations under one autocast: its kept casts of weights neither go stale nor lose gradients."""
+    """Also under one autocast for a whole loop, whose kept casts of weights went stale with the first optimizer step."""
     x, y = batch(6)
 
     def plain() -> list[nn.Module]:
