@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement, Transport
-from stepwell_stage import Executor, load_state_dict, measure_costs, split_sequential, state_dict, tie
+from stepwell_stage import Executor, clip_grad_norm_, load_state_dict, measure_costs, split_sequential, state_dict, tie
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.schedules import gpipe, one_f_one_b
 
@@ -234,6 +234,32 @@ def test_names_and_layers_are_those_of_the_model() -> None:
     assert isinstance(last, Gpt)
     assert last.head.weight is not model.head.weight  # a copy, for another rank
     assert split.module(1).get_submodule("transformer.h.2") is model.transformer.h[2]
+
+
+def test_p120_parameters_come_in_the_order_of_the_model(threads: Threads) -> None:
+    """So that the norm over the stages adds in the order of one process."""
+    model = initialise(Masked())
+    split = split_sequential(model, 2)
+    order = [name for stage in range(2) for name, _ in split.module(stage).named_parameters()]
+    places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    for stage in range(2):
+        own = [places[name] for name, _ in split.module(stage).named_parameters()]
+        assert own == sorted(own)
+    assert set(order) == set(places)
+
+    def run(transport: Transport) -> torch.Tensor:
+        schedule = gpipe(transport.size, 1)
+        cut = split_sequential(initialise(Gpt(tied=False)), transport.size)
+        executor = Executor(cut.stages(schedule.placement, transport.rank, "cpu"), schedule, loss, transport=transport)
+        x, y = batch()
+        executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None)
+        return clip_grad_norm_(executor, 0.1)
+
+    plain_model = initialise(Gpt(tied=False))
+    x, y = batch()
+    loss(plain_model(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.1)
+    assert all(torch.equal(found, norm) for found in threads(run, 3))
 
 
 def test_p156_thirty_layers_over_four_stages_stay_thirty() -> None:

@@ -323,10 +323,14 @@ def _build_part(model: nn.Module, held: Iterable[str], copied: frozenset[str]) -
     saved = set(model.state_dict())
     whole: set[str] = set()
     for name in sorted(held, key=lambda name: name.count(".")):
+        above = name.split(".")[:-1]
+        if not any(".".join(above[:count]) in whole for count in range(1, len(above) + 1)):
+            whole.add(name)
+    every = (model.named_modules, model.named_parameters, model.named_buffers)
+    for name in [
+        name for names in every for name, _ in names(remove_duplicate=False) if name in whole
+    ]:  # the model's order
         *steps, leaf = name.split(".")
-        if any(".".join(steps[:count]) in whole for count in range(1, len(steps) + 1)):
-            continue
-        whole.add(name)
         owner, original = part, model
         for step in steps:
             original = original.get_submodule(step)
