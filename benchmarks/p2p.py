@@ -193,7 +193,7 @@ def main() -> None:
     example = str(HERE.parent / "examples/transport_shm/src")
     sizes = [size for size in SIZES if size <= 16 << 10 or not options.small]
     with WorkerPool() as pool:
-        results = pool.run(measure, 2, example, sizes, 5 if options.quick else 40, deadline=900.0)
+        results = pool.run(measure, 2, example, sizes, 4 if options.quick else 12, deadline=900.0)
     load = os.getloadavg()[0]
     text = "\n".join(
         [

@@ -2,6 +2,7 @@
 
     python examples/train_text.py                          # ranks are threads of this process
     python examples/train_text.py --launcher gloo          # ranks are processes, started by torchrun
+    python examples/train_text.py --launcher shm           # the same over the example's own transport, transport_shm
     torchrun --nproc-per-node 4 examples/train_text.py     # the same
 
 The text is the help that ships inside every CPython, or any file given with --text; tokens are bytes.
@@ -257,7 +258,9 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default 0.003)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sample (default 0)")
     parser.add_argument("--device", default="cpu", help="device type (default cpu)")
-    parser.add_argument("--launcher", choices=["loopback", "gloo"], default="loopback", help="threads, or processes")
+    parser.add_argument(
+        "--launcher", choices=["loopback", "gloo", "shm"], default="loopback", help="threads, or processes"
+    )
     parser.add_argument("--text", type=Path, help="a file to train on, instead of Python's own help")
     parser.add_argument(
         "--check",
@@ -304,19 +307,39 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
     started = os.environ.get("WORLD_SIZE")
     if started is not None and int(started) != options.stages:
         parser.error(f"torchrun started {started} ranks, but --stages is {options.stages}: make them equal")
-    if started is not None:
+    if started is not None and options.launcher == "loopback":
         options.launcher = "gloo"
+    if options.launcher == "shm" and options.device != "cpu":
+        parser.error(f"--launcher shm carries tensors in host memory: use --device cpu, not {options.device}")
     return options, text
+
+
+def train_over_shm(model: nn.Sequential, text: bytes, options: argparse.Namespace) -> bool:
+    """Trains over a transport that no layer of stepwell knows of."""
+    sys.path.insert(0, str(Path(__file__).with_name("transport_shm") / "src"))  # runs without installing the example
+    from stepwell_transport_shm import SharedMemoryTransport
+
+    transport = SharedMemoryTransport.from_environment()
+    try:
+        world = stepwell.World(transport.rank, transport.size, torch.device(options.device), transport)
+        return train(world, model, text, options)
+    except BaseException as error:
+        transport.abort(f"{type(error).__name__}: {error}")  # this process may live on, and the others must not wait
+        raise
+    finally:
+        transport.close()
 
 
 def main() -> None:
     options, text = parse()
-    if options.launcher == "gloo" and "WORLD_SIZE" not in os.environ:
+    if options.launcher != "loopback" and "WORLD_SIZE" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // options.stages)))
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.stages)]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *command, __file__, *sys.argv[1:]])
     model = build(options)
+    if options.launcher == "shm":
+        sys.exit(0 if train_over_shm(model, text, options) else 1)
     results = stepwell.launch(
         lambda world: train(world, model, text, options), ranks=options.stages, device=options.device
     )

@@ -17,7 +17,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize(("launcher", "schedule"), [("loopback", "zbv"), ("gloo", "1f1b")])
+@pytest.mark.parametrize(("launcher", "schedule"), [("loopback", "zbv"), ("gloo", "1f1b"), ("shm", "1f1b")])
 def test_it_trains_and_checks_itself(launcher: str, schedule: str, tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 50)

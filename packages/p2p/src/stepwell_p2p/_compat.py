@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -42,3 +43,19 @@ def memory_users(tensor: torch.Tensor) -> int | None:
         return None
     handle = tensor.untyped_storage()  # is itself a user
     return int(count(handle._cdata)) - 1
+
+
+def gloo_groups(timeout: timedelta) -> Callable[[dist.Store, int, int], dist.ProcessGroupGloo]:
+    """A maker of gloo groups, from store, rank and size, that share one event loop.
+
+    A loop for each group would cost a thread and, for a message each way, another switch of threads. ``_Options`` with
+    ``_devices`` and ``_threads``, and ``create_default_device``, were seen in 2.11 to 2.13. Without them each group has its own.
+    """
+    try:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stubs
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._threads = 1  # they serve collectives, of which these groups have none
+        options._timeout = timeout
+    except AttributeError:
+        return lambda store, rank, size: dist.ProcessGroupGloo(store, rank, size, timeout)
+    return lambda store, rank, size: dist.ProcessGroupGloo(store, rank, size, options)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ._channels import Channel
+from ._compat import gloo_groups
 from .exceptions import TransportError
 
 
@@ -61,13 +62,14 @@ def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, time
     Raises:
         TransportError: a peer did not come in time.
     """
+    make = gloo_groups(timeout)
     groups: list[ChannelGroup] = []
     for channel in channels:
         if rank not in channel.ranks:
             continue
         inner = dist.PrefixStore(f"channel/{channel.name}", store)
         try:
-            group = dist.ProcessGroupGloo(inner, channel.ranks.index(rank), len(channel.ranks), timeout)
+            group = make(inner, channel.ranks.index(rank), len(channel.ranks))
         except RuntimeError as error:
             others = ", ".join(str(other) for other in channel.ranks if other != rank)
             for made in groups:
