@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import microbatch
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement
-from stepwell_stage import PipelineStage, Plan, lower
-from stepwell_stage.schedules import interleaved_1f1b, interleaved_zero_bubble, to_csv, zbv
+from stepwell_stage import Executor, PipelineStage, Plan, TensorChunkSpec, lower
+from stepwell_stage.schedules import gpipe, interleaved_1f1b, interleaved_zero_bubble, to_csv, zbv
 
 WIDTH = 6
 ROWS = 16
@@ -135,6 +137,57 @@ def every_schedule(steps: int) -> None:
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 2), (4, 1)])
 def test_torchs_schedules_run_over_our_stages(workers: WorkerPool, ranks: int, steps: int) -> None:
     workers.run(every_schedule, ranks, steps, deadline=110)
+
+
+def without_a_transport() -> None:
+    """As with torch's stages: the default process group, or a group."""
+    for group in (None, dist.group.WORLD):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        stage = PipelineStage(layers(size)[rank], rank, size, "cpu", group=group)
+        check(pipelining.ScheduleGPipe(stage, 4, functional.mse_loss), [stage], 4, steps=1)
+        stage._pipe.close()
+
+
+def test_the_default_group_serves(workers: WorkerPool) -> None:
+    workers.run(without_a_transport, 2, deadline=60)
+
+
+def specs() -> None:
+    """Torch's specs under torch's schedules; ours and torch's under the executor."""
+    transport = C10dTransport()
+    x, y = batch()
+    for make in ("torch", "ours"):
+        modules = layers(2)
+        stage = PipelineStage(_Transposed(modules[transport.rank]), transport.rank, 2, "cpu", transport=transport)
+        first = stage.is_first
+        spec = (TensorChunkSpec(1),) if make == "ours" else (microbatch.TensorChunkSpec(1),)
+        runner = (
+            pipelining.ScheduleGPipe(stage, 4, functional.mse_loss, args_chunk_spec=spec)
+            if make == "torch"
+            else Executor(stage, gpipe(2, 4), functional.mse_loss, transport=transport, args_chunk_spec=spec)
+        )
+        for _ in range(2):
+            stage.submod.zero_grad()
+            runner.step(*((x.T.contiguous(),) if first else ()), target=None if first else y)
+        grads, _, _ = plain(2, 4)
+        for parameter, grad in zip(stage.submod.parameters(), grads[2 * transport.rank :], strict=False):
+            torch.testing.assert_close(parameter.grad, grad)
+    transport.close()
+
+
+class _Transposed(nn.Module):
+    """Takes samples as columns where they enter."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x.T if x.shape[0] == WIDTH and isinstance(self.module, nn.Linear) else x)
+
+
+def test_inputs_are_cut_along_the_dim_that_a_spec_says(workers: WorkerPool) -> None:
+    workers.run(specs, 2, deadline=60)
 
 
 def from_files() -> None:
