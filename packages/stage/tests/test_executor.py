@@ -560,7 +560,8 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_named() -> None:
-    with pytest.raises(StageUsageError, match=r"must return a tensor with one element, or named ones, got a tensor of shape \(1, 6\)"):
+    words = r"must return a tensor with one element, or named ones, got a tensor of shape \(1, 6\)"
+    with pytest.raises(StageUsageError, match=words):
         one_rank(loss_fn=lambda output, target: output - target).step(*batch(2)[:1], target=batch(2)[1])
 
 
