@@ -42,7 +42,10 @@ def writers_of_memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def estimate_peak(joint: JointGraph) -> Peak:
-    """The peak of a run of the graph in order, each value freed after its last reader."""
+    """The peak of a run of the graph in order, each value freed after its last reader.
+
+    A bound from above: a backend may let go of what a collective reads before the wait for it.
+    """
     roots = memory_roots(joint.graph)
     order = list(joint.graph.nodes)
     last: dict[fx.Node, int] = {}
