@@ -60,7 +60,9 @@ def grads_of_all(results: list[Any]) -> list[torch.Tensor]:
     return [grad for result in results for grad in result]
 
 
-def test_static_dynamic_and_mixed_declarations_give_the_same_gradients(threads: Threads, workers: WorkerPool) -> None:
+def test_p144_static_dynamic_and_mixed_declarations_give_the_same_gradients(
+    threads: Threads, workers: WorkerPool
+) -> None:
     """A27, A28: one stage that declares nothing makes all learn; the vote decides, and no rank waits."""
     expected = grads_of_all(threads(run, 3, [{}, {}, {}]))
     for declared in (
@@ -83,8 +85,10 @@ def test_static_dynamic_and_mixed_declarations_give_the_same_gradients(threads: 
         ((plain(True), plain(True)), "input"),
     ],
 )
-def test_declarations_that_disagree_are_refused_on_every_rank(threads: Threads, change: Any, words: str) -> None:
-    """P020, P023: the same sentence on all ranks, before anything computes; it names stage, value and field."""
+def test_p020_p023_declarations_that_disagree_are_refused_on_every_rank(
+    threads: Threads, change: Any, words: str
+) -> None:
+    """The same sentence on all ranks, before anything computes; it names stage, value and field."""
     declared = [STATIC[0], {**STATIC[1], "input_args": change}, STATIC[2]]
     errors = threads(run, 3, declared)
     assert all(isinstance(error, PipeliningMetadataError) for error in errors)

@@ -122,7 +122,7 @@ def test_what_cannot_be_merged_is_refused() -> None:
         merge_chunks([torch.zeros(1), [torch.zeros(1)]])
 
 
-def test_a_block_mask_is_cut_with_its_function() -> None:
+def test_p044_a_block_mask_is_cut_with_its_function() -> None:
     """Each part of a mask that looks at the batch index must look at that of the whole batch."""
 
     def own_row(b: Any, h: Any, q: Any, kv: Any) -> Any:

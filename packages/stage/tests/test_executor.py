@@ -103,7 +103,9 @@ def assert_same(results: list[Any], expected: tuple[list[Any], list[Any], Any]) 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_bitwise_as_one_process_on_threads(threads: Threads, make: Callable[..., Schedule], ranks: int) -> None:
+def test_p006_p008_p029_p031_bitwise_as_one_process_on_threads(
+    threads: Threads, make: Callable[..., Schedule], ranks: int
+) -> None:
     """M from 1 to 9: also fewer microbatches than stages, and microbatches of different sizes."""
     for microbatches in range(1, 10):
         x, y = batch(11)
@@ -113,7 +115,7 @@ def test_bitwise_as_one_process_on_threads(threads: Threads, make: Callable[...,
 
 @pytest.mark.parametrize("rendezvous", [True, False])
 @pytest.mark.parametrize("tagged", [True, False])
-def test_bitwise_under_every_rule_of_the_transport(threads: Threads, *, rendezvous: bool, tagged: bool) -> None:
+def test_p025_bitwise_under_every_rule_of_the_transport(threads: Threads, *, rendezvous: bool, tagged: bool) -> None:
     for make in (gpipe, one_f_one_b):
         results = threads(one_step, 4, make(4, 6), 12, rules=Rules(tagged=tagged, rendezvous=rendezvous))
         assert_same(results, plain_loop(*batch(12), 6))
@@ -182,8 +184,10 @@ def many_steps(transport: Transport) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_any_step_may_have_other_shapes_and_gradients_add_up(threads: Threads, ranks: int) -> None:
-    """As P035, P041, P105, P114, P131: shapes change from step to step, eval stands between, gradients are summed."""
+def test_p035_p041_p105_p114_p131_any_step_may_have_other_shapes_and_gradients_add_up(
+    threads: Threads, ranks: int
+) -> None:
+    """Shapes change from step to step, eval stands between, gradients are summed."""
     results = threads(many_steps, ranks)
     model = nn.Sequential(*build_layers())
     for number, rows in enumerate((6, 8, 3, 8, 6)):
@@ -200,8 +204,8 @@ def test_any_step_may_have_other_shapes_and_gradients_add_up(threads: Threads, r
     assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
 
 
-def test_forward_runs_once_for_each_microbatch_and_buffers_are_as_in_one_process(threads: Threads) -> None:
-    """P146: nothing is run to find out shapes, so BatchNorm sees each microbatch once, also in the first step."""
+def test_p146_p149_forward_runs_once_for_each_microbatch_and_buffers_are_as_in_one_process(threads: Threads) -> None:
+    """Nothing is run to find out shapes, so BatchNorm sees each microbatch once, also in the first step."""
 
     def build() -> list[nn.Module]:
         return seeded(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)))
@@ -264,8 +268,8 @@ def many_step(transport: Transport) -> list[Any]:
     return [parameter.grad for parameter in executor.parameters()]
 
 
-def test_several_values_of_several_kinds_cross(threads: Threads, workers: WorkerPool) -> None:
-    """P019, P050, P055, P056: integers, masks, tables without grad, and outputs that nobody uses."""
+def test_p019_p050_p055_p056_p068_several_values_of_several_kinds_cross(threads: Threads, workers: WorkerPool) -> None:
+    """Integers, masks, tables without grad, and outputs that nobody uses."""
     first, second = seeded(Many(), Uses())
     x, y = batch(7)
     for part, target in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
@@ -276,8 +280,8 @@ def test_several_values_of_several_kinds_cross(threads: Threads, workers: Worker
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_frozen_first_stage_sends_no_gradients(threads: Threads) -> None:
-    """P070: nothing upstream needs a gradient, so none crosses, and the schedule still completes."""
+def test_p070_a_frozen_first_stage_sends_no_gradients(threads: Threads) -> None:
+    """Nothing upstream needs a gradient, so none crosses, and the schedule still completes."""
 
     def step(transport: Transport) -> list[Any]:
         layers = build_layers()
@@ -311,7 +315,7 @@ def test_loss_weights(threads: Threads, weights: Any) -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
 
 
-def test_keyword_inputs_and_values_for_all_microbatches(threads: Threads) -> None:
+def test_p043_p060_keyword_inputs_and_values_for_all_microbatches(threads: Threads) -> None:
     """Keyword inputs enter at the stage of the rank that is given them; a mask of size 1 and a number go to every microbatch."""
 
     class Scaled(nn.Module):
@@ -387,10 +391,10 @@ def failing_step(transport: Transport) -> BaseException:
     return failure.value
 
 
-def test_a_stage_that_raises_ends_every_rank_with_the_place_and_the_first_error(
+def test_p150_a_stage_that_raises_ends_every_rank_with_the_place_and_the_first_error(
     threads: Threads, workers: WorkerPool
 ) -> None:
-    """P150, on threads and on gloo, where the failing process lives on."""
+    """On threads and on gloo, where the failing process lives on."""
 
     def on_gloo() -> BaseException:
         return failing_step(C10dTransport())
@@ -459,8 +463,8 @@ def test_a_rank_that_evaluates_while_others_train_is_an_error_on_both(threads: T
     assert "rank 1 is in step() while rank 0 is in eval(): call the same on every rank" in second
 
 
-def test_an_output_that_changes_is_refused_before_it_is_sent(threads: Threads) -> None:
-    """P039: the error is on the rank that made it, and names stage, value and both shapes."""
+def test_p039_an_output_that_changes_is_refused_before_it_is_sent(threads: Threads) -> None:
+    """The error is on the rank that made it, and names stage, value and both shapes."""
 
     class Shrinks(nn.Module):
         def __init__(self) -> None:
@@ -496,8 +500,8 @@ def test_an_output_that_changes_is_refused_before_it_is_sent(threads: Threads) -
         (lambda e, x, y: e.step(target=y[:1]), "a batch of 1 cannot be cut into 2 microbatches"),
     ],
 )
-def test_inputs_on_the_wrong_rank_are_refused(threads: Threads, call: Any, words: str) -> None:
-    """P060: nothing is dropped in silence."""
+def test_p060_inputs_on_the_wrong_rank_are_refused(threads: Threads, call: Any, words: str) -> None:
+    """Nothing is dropped in silence."""
 
     def step(transport: Transport) -> str:
         executor = Executor(
@@ -573,8 +577,8 @@ def test_one_rank_goes_on_after_an_error() -> None:
     assert executor.loss is not None
 
 
-def test_the_loss_of_a_step_and_a_loss_without_target() -> None:
-    """P061, P115: a loss that takes no target; each microbatch has its own."""
+def test_p061_p115_the_loss_of_a_step_and_a_loss_without_target() -> None:
+    """A loss that takes no target; each microbatch has its own."""
     executor = one_rank(loss_fn=lambda output: output.pow(2).mean())
     losses: list[torch.Tensor] = []
     x = batch(3)[0]
@@ -593,8 +597,8 @@ def test_trace_says_what_ran_when() -> None:
     assert times == sorted(times)
 
 
-def test_no_tensor_outlives_the_step(threads: Threads) -> None:
-    """P135, P140: between steps the executor holds parameters, gradients, and nothing of the microbatches."""
+def test_p135_p141_no_tensor_outlives_the_step(threads: Threads) -> None:
+    """Between steps the executor holds parameters, gradients, and nothing of the microbatches."""
     import gc
     import weakref
 

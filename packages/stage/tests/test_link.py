@@ -151,8 +151,10 @@ UNET = [
     ],
     ids=lambda schedule: f"{schedule.name}{schedule.placement.ranks}",
 )
-def test_skip_connections_and_several_users_of_one_output(threads: Threads, schedule: Schedule, rules: Rules) -> None:
-    """P076, P078, P080: wires between any two stages, forward and backward, without passing through others."""
+def test_p076_p078_p080_skip_connections_and_several_users_of_one_output(
+    threads: Threads, schedule: Schedule, rules: Rules
+) -> None:
+    """Wires between any two stages, forward and backward, without passing through others."""
     results = threads(step, schedule.placement.num_ranks, build_unet, schedule, wires=UNET, rules=rules)
     assert_like_plain(results, build_unet, run_unet, schedule.num_microbatches)
 
@@ -275,8 +277,8 @@ def call_with(value: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", ["dict", "list", "ordered", "complex", "twice", "transposed", "empty", "classes"])
-def test_any_structure_of_any_tensors(threads: Threads, kind: str) -> None:
-    """P048, P049, P053, P054, P063, P064: structures, dtypes, and layouts, also of gradients."""
+def test_p048_p049_p053_p054_p063_p064_any_structure_of_any_tensors(threads: Threads, kind: str) -> None:
+    """Structures, dtypes, and layouts, also of gradients."""
 
     def build() -> list[nn.Module]:
         return seeded(Wraps(kind), Unwraps(kind))
@@ -361,8 +363,8 @@ def run_selecting(m: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("rules", [Rules(tagged=True, rendezvous=False), Rules(tagged=False, rendezvous=True)])
 @pytest.mark.parametrize("schedule", [gpipe(3, 4), one_f_one_b(3, 4), looped(Placement.custom([0, 1, 0]), 4)])
-def test_dynamic_shapes(threads: Threads, schedule: Schedule, rules: Rules) -> None:
-    """P009, P010, P030, P033: every microbatch has its own shape; it depends on the data."""
+def test_p009_p010_p030_p033_dynamic_shapes(threads: Threads, schedule: Schedule, rules: Rules) -> None:
+    """Every microbatch has its own shape; it depends on the data."""
     ranks = schedule.placement.num_ranks
     results = threads(step, ranks, build_selecting, schedule, shapes="dynamic", rules=rules)
     assert_like_plain(results, build_selecting, run_selecting, 4)
@@ -473,7 +475,7 @@ def dtensor_step(placement: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("placement", [Shard(1), Partial()])
-def test_dtensors_cross_as_shards_and_are_made_again(workers: WorkerPool, placement: Any) -> None:
+def test_a13_p128_p129_p130_dtensors_cross_as_shards_and_are_made_again(workers: WorkerPool, placement: Any) -> None:
     """A13, P128-P130: mesh, placements and global shape come with them; a partial's gradient is replicated, and right."""
     results = workers.run(dtensor_step, 4, placement)
     first, last = (weight.requires_grad_() for weight in weights())

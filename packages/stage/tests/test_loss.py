@@ -60,8 +60,8 @@ def test_weights_that_mean_nothing() -> None:
         weights_of(len, [1, 1], None)
 
 
-def test_masked_tokens_count_as_in_one_process() -> None:
-    """P106, P109, P116: the gradient is that of the mean over all tokens, whatever M; a microbatch may be masked wholly."""
+def test_p106_p109_p116_masked_tokens_count_as_in_one_process() -> None:
+    """The gradient is that of the mean over all tokens, whatever M; a microbatch may be masked wholly."""
     torch.manual_seed(0)
     x = torch.randn(7, 5, 4)
     target = torch.randint(3, (7, 5))

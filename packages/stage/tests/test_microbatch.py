@@ -22,14 +22,13 @@ def test_parts_differ_by_one_at_most_and_merge_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("shared", [torch.tensor(3.0), torch.ones(1, 7), torch.ones(1), "text", None, 5])
-def test_what_has_no_batch_dimension_goes_to_every_microbatch(shared: Any) -> None:
-    """P043: a mask of size 1 in dim 0, a 0-d tensor, anything that is no tensor."""
+def test_p043_what_has_no_batch_dimension_goes_to_every_microbatch(shared: Any) -> None:
+    """A mask of size 1 in dim 0, a 0-d tensor, anything that is no tensor."""
     parts = split((torch.zeros(4, 2), shared), 2, what="inputs")
     assert all(part[1] is shared for part in parts)
 
 
-def test_a_mask_of_the_whole_batch_is_cut_like_the_batch() -> None:
-    """P044."""
+def test_p044_a_mask_of_the_whole_batch_is_cut_like_the_batch() -> None:
     mask = torch.arange(6)
     parts = split((torch.zeros(6, 2), mask), 3, what="inputs")
     assert [part[1].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
@@ -44,7 +43,7 @@ def test_a_mask_of_the_whole_batch_is_cut_like_the_batch() -> None:
         ((torch.zeros(4, 3), torch.zeros(5)), r"got 4 and 5 \(shape \(5,\)\)"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(value: Any, words: str) -> None:
+def test_p031_p043_what_cannot_be_cut_is_refused(value: Any, words: str) -> None:
     with pytest.raises(StageUsageError, match=f"inputs: .*{words}"):
         split(value, 3, what="inputs")
 

@@ -135,10 +135,10 @@ WHOLE = [gpipe, one_f_one_b, interleaved_1f1b, looped_bfs]
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", SPLIT + WHOLE)
-def test_every_schedule_equals_the_plain_model_on_threads(
+def test_p066_p089_p090_p091_p093_every_schedule_equals_the_plain_model_on_threads(
     threads: Threads, make: Callable[..., Schedule], ranks: int
 ) -> None:
-    """P066, P089, P090, P091, P093: also fewer microbatches than the schedule wants."""
+    """Also fewer microbatches than the schedule wants."""
     for microbatches in (1, 5, 8):
         assert_same(
             threads(run_stages, ranks, make(ranks, microbatches), build_layers), plain(build_layers(), microbatches)
@@ -174,8 +174,8 @@ def frozen(*which: int) -> Callable[[], list[nn.Module]]:
 
 @pytest.mark.parametrize("which", [(0,), (0, 1), (1, 2), (3,), (0, 1, 2)])
 @pytest.mark.parametrize("make", [one_f_one_b, zb_h1])
-def test_frozen_stages(threads: Threads, make: Callable[..., Schedule], which: tuple[int, ...]) -> None:
-    """P070, P071: first, middle, last; a stage behind frozen ones has nothing to do in I and all in W."""
+def test_p070_p071_frozen_stages(threads: Threads, make: Callable[..., Schedule], which: tuple[int, ...]) -> None:
+    """First, middle, last; a stage behind frozen ones has nothing to do in I and all in W."""
     build = frozen(*which)
     assert_same(threads(run_stages, 4, make(4, 5), build), plain(build(), 5))
 
@@ -217,8 +217,7 @@ def both_step(transport: Transport) -> list[Any]:
     return [grads_of(modules[transport.rank])]
 
 
-def test_a_parameter_whose_path_does_not_touch_the_input(threads: Threads) -> None:
-    """P075."""
+def test_p075_a_parameter_whose_path_does_not_touch_the_input(threads: Threads) -> None:
     (expected,) = threads(both_step, 1)
     found = [grads for (grads,) in threads(both_step, 3)]
     for stage in range(3):
@@ -226,8 +225,8 @@ def test_a_parameter_whose_path_does_not_touch_the_input(threads: Threads) -> No
             torch.testing.assert_close(found[stage][name], grad)
 
 
-def test_gradients_go_to_the_microbatch_they_belong_to(threads: Threads) -> None:
-    """P098: backwards one after the other, sends after them, W in reverse."""
+def test_p098_gradients_go_to_the_microbatch_they_belong_to(threads: Threads) -> None:
+    """Backwards one after the other, sends after them, W in reverse."""
     rows = [
         [Action(rank, Kind.F, m) for m in range(4)]
         + [Action(rank, Kind.I if m % 2 else Kind.B, m) for m in (2, 0, 3, 1)]
@@ -372,10 +371,10 @@ class Mark:
 
 
 @pytest.mark.parametrize(("make", "bounds"), [(zb_h1, [3, 3, 3]), (one_f_one_b, [3, 2, 1])])
-def test_activations_live_from_forward_to_the_last_part_of_backward(
+def test_p096_p136_activations_live_from_forward_to_the_last_part_of_backward(
     threads: Threads, make: Callable[..., Schedule], bounds: list[int]
 ) -> None:
-    """P096, P138, P140: as many microbatches as the schedule bounds, and none after the step; with the collector off."""
+    """As many microbatches as the schedule bounds, and none after the step; with the collector off."""
 
     def steps(transport: Transport) -> tuple[int, int]:
         module = Watched()
@@ -396,8 +395,8 @@ def test_activations_live_from_forward_to_the_last_part_of_backward(
     assert all(peak <= bound for (peak, _), bound in zip(results, bounds, strict=True)), results
 
 
-def test_memory_is_flat_over_200_steps() -> None:
-    """P140: resident memory and the number of tensors."""
+def test_p140_memory_is_flat_over_200_steps() -> None:
+    """Resident memory and the number of tensors."""
     layers = nn.Sequential(Block(), Block())
     rows = [[a for m in range(2) for a in (Action(0, Kind.F, m), Action(0, Kind.I, m), Action(0, Kind.W, m))]]
     schedule = Schedule("split", Placement.loop(1, 1), 2, rows)
