@@ -19,7 +19,7 @@ from torch.nn import functional
 from stepwell_meta import MetadataError, MetadataWarning
 from stepwell_meta.exceptions import PipeliningMetadataError
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, LoopbackFabric, Placement
+from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Wire
 from stepwell_stage import Executor, Kind, PipelineStage, build_stage
 from stepwell_stage.exceptions import StageExecutionError, StageUsageError
 from stepwell_stage.schedules import looped_bfs
@@ -95,8 +95,9 @@ def test_a17_backward_has_three_kinds() -> None:
         assert stage.submod.weight.grad == X.sum()
         stage.submod.weight.grad = None
     assert torch.equal(grads[Kind.B], grads[Kind.I])
-    with pytest.raises(ValueError, match="X"):
-        Kind("X")
+    stage.program.forward(1, [X], lambda received: (tuple(received), {}))
+    with pytest.raises(StageUsageError, match="a backward is B, I or W, got F"):
+        stage.program.backward(1, Kind.F, [], [])
 
 
 def test_a18_forward_keeps_an_output_if_asked() -> None:
@@ -579,6 +580,13 @@ def test_another_version_of_torch_is_named() -> None:
         del pipelining.PipelineStage.newer_method
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = stage.nonsense
+
+
+def test_values_that_skip_a_stage_of_the_same_rank_need_the_executor() -> None:
+    wires = [Wire(0, 0, 1, 0), Wire(0, 0, 2, 1), Wire(1, 0, 2, 0)]
+    stages = stages_of(scaled, scaled, lambda w, a, b: w * a + b, options=[{"wires": wires}] * 3)
+    with pytest.raises(StageUsageError, match=r"stages 0 and 2 are on one rank .* with stepwell_stage\.Executor"):
+        prepare(stages, X)
 
 
 def test_dynamic_shapes_and_torchs_buffers_do_not_go_together() -> None:

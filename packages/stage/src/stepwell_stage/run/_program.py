@@ -117,6 +117,8 @@ class EagerProgram:
                     raise StageUsageError(f"W of microbatch {microbatch} needs its I first")
                 self._left.pop(microbatch)()
                 return ()
+            if kind not in (Kind.B, Kind.I):
+                raise StageUsageError(f"a backward is B, I or W, got {kind.value}")
             leaves = self._leaves.pop(microbatch)
             if self._dw_builder is not None:
                 found = run_whole(roots, grads, leaves)
