@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Placement, Rules, Transport
-from stepwell_p2p.exceptions import PeerFailure
+from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Rules, Transport
+from stepwell_p2p.exceptions import DeadlockError, PeerFailure
 from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule
 from stepwell_stage.exceptions import StageExecutionError, StageUsageError
 from stepwell_stage.schedules import forward_only, gpipe, one_f_one_b
@@ -629,3 +629,11 @@ def test_p135_p141_no_tensor_outlives_the_step(threads: Threads) -> None:
             gc.enable()
 
     assert threads(step, 2) == [0, 0]
+
+
+def test_an_order_that_a_shared_channel_cannot_carry_is_refused_before_anything_is_sent() -> None:
+    """Both directions in one first-in-first-out channel whose sends wait for their receives: 1F1B would stand still."""
+    fabric = LoopbackFabric(2, rules=Rules(tagged=False, rendezvous=True), channels="shared")
+    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 2, "cpu")
+    with pytest.raises(DeadlockError, match="rank"):
+        Executor(stage, one_f_one_b(2, 4), functional.mse_loss, transport=fabric.transport(0))

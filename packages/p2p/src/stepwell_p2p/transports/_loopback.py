@@ -287,6 +287,7 @@ class LoopbackTransport:
         self.rank = rank
         self.size = fabric.size
         self.rules = fabric.rules
+        self.policy = fabric.channels
         self.device = device
         self._checked: set[Op] = set()
 

@@ -12,7 +12,7 @@ import torch
 
 from stepwell_meta import ForwardMeta, InferenceMode
 from stepwell_meta.exceptions import StepwellError
-from stepwell_p2p import Edge, Transport
+from stepwell_p2p import ChannelPolicy, Edge, Transport
 from stepwell_p2p.exceptions import PeerFailure, TransportError
 
 from ..exceptions import StageExecutionError, StageUsageError
@@ -76,7 +76,8 @@ class Run:
         share_loss: bool,
     ) -> None:
         if transport.size > 1:
-            prove(plan, transport.rules)
+            # A transport that does not say which messages share a channel gives each edge its own.
+            prove(plan, transport.rules, channels=getattr(transport, "policy", ChannelPolicy.PER_EDGE))
         self.has_backward = plan.schedule.has_backward
         self._plan = plan
         self._wiring = wiring
