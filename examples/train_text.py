@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepwell
-from stepwell_stage import Costs, Kind, Plan, Timeline, schedules, simulate
+from stepwell_stage import Costs, Plan, Timeline, schedules, simulate
 from stepwell_stage.exceptions import StageError
 
 VOCABULARY = 256  # bytes
@@ -213,17 +213,7 @@ def train(world: stepwell.World, model: nn.Sequential, text: bytes, options: arg
 
 def predict(plan: Plan, measured: Timeline) -> Timeline:
     """The step that the schedule makes of actions as long as they were on average, if nothing else took time."""
-    times: dict[tuple[Kind, int], list[float]] = {}
-    for event in measured.events:
-        times.setdefault((event.action.kind, event.action.stage), []).append(event.seconds)
-
-    def average(kind: Kind) -> list[float]:
-        found = (times.get((kind, stage), [0.0]) for stage in range(plan.placement.num_stages))
-        return [sum(numbers) / len(numbers) for numbers in found]
-
-    whole, inputs, rest = average(Kind.B), average(Kind.I), average(Kind.W)
-    backward = [one or two + three for one, two, three in zip(whole, inputs, rest, strict=True)]
-    return simulate(plan, Costs(average(Kind.F), backward, inputs, rest)).timeline
+    return simulate(plan, Costs.measured(measured, plan.placement.num_stages)).timeline
 
 
 @torch.no_grad()
