@@ -148,6 +148,18 @@ def test_b08_a_compiler_keeps_nothing_of_another_and_needs_a_model() -> None:
         GraphCompiler(mlp(), None)
 
 
+def test_b09_a_rank_holds_the_rows_of_its_place_in_the_shard_group() -> None:
+    whole = support.seeded(mlp).layers[0].weight.detach()
+    with fake_world(8, rank=5):
+        hsdp = compiler(PassConfig(dp_mode="hsdp", fsdp_degree=4)).compile(**XY)  # ranks 4 to 7 are the second replica
+        assert torch.equal(hsdp.model.layers[0].weight.to_local(), whole[2:4])
+        fsdp = compiler().compile(**XY)  # the whole world: one row for each of the first seven
+        assert torch.equal(fsdp.model.layers[0].weight.to_local(), whole[5:6])
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
+        beside = compiler(mesh=mesh).compile(**XY)
+        assert torch.equal(beside.model.layers[0].weight.to_local(), whole[4:6])
+
+
 def test_b10_only_parameters_of_the_plan_are_sharded_by_name_or_pattern() -> None:
     with fake_world(2):
         c = GraphCompiler(

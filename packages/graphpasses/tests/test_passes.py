@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stepwell_graphpasses import GraphCompiler, PassConfig, shard
+from stepwell_graphpasses import GraphCompiler, PassConfig, PassContract, shard
 from stepwell_graphpasses._collectives import comm_of, starts, wait_of
 from stepwell_graphpasses._graph import is_random, phase_of, positions
 from stepwell_graphpasses._lint import find_problems
@@ -225,7 +225,7 @@ def test_s25_decisions_do_not_depend_on_hashes() -> None:
     assert first == second
 
 
-def test_reductions_are_where_gradients_are_made_and_gathers_at_the_first_use() -> None:
+def test_b11_b12_reductions_are_where_gradients_are_made_and_gathers_at_the_first_use() -> None:
     with fake_world(2):
         joint = compiled(passes=[DataParallelPass()]).graph()
     order = positions(joint.graph)
@@ -236,6 +236,33 @@ def test_reductions_are_where_gradients_are_made_and_gathers_at_the_first_use() 
     reductions = starts(joint.graph, "reduce_scatter")
     assert order[reductions[0]] < len(order) * 0.6  # not parked before the output
     assert all(phase_of(node) == "backward" for node in reductions)
+
+
+def test_b11_all_readers_read_the_gathered_value_and_what_nobody_reads_is_not_gathered() -> None:
+    with fake_world(2):
+        c = compiled(make=gpt(unused=True, layers=1), passes=[DataParallelPass()])
+    joint = c.graph()
+    for name, node in joint.parameter_nodes.items():
+        assert [comm_of(user).kind for user in node.users] == ([] if name.startswith("unused") else ["gather"])
+    assert "not gathered: the step does not read it" in c.explain("unused.weight")
+
+
+def test_b12_loss_and_named_losses_are_untouched_and_gradients_must_be_those_of_trainable_parameters() -> None:
+    class Freezes:
+        name = "freezes"
+        contract = PassContract()
+
+        def run(self, joint: Any, context: Any) -> None:
+            joint.table = joint.table.with_trainable({"head.weight": False})
+
+    with fake_world(2):
+        joint = compiled(passes=[DataParallelPass()]).graph()
+        assert [comm_of(node) for node in joint.outputs[:2]] == [None, None]
+        assert all(
+            comm_of(node).waits_for == "reduce_scatter" for node in joint.outputs[2:] if comm_of(node).kind == "wait"
+        )
+        with pytest.raises(PassError, match=r"gradients of frozen parameters: head\.weight"):
+            compiled(passes=[Freezes(), DataParallelPass()])
 
 
 def test_b13_added_nodes_say_what_they_are() -> None:
