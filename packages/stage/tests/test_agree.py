@@ -138,3 +138,14 @@ def test_a_declared_output_that_is_another_warns_and_loses_where_others_declare_
         results = threads(run, 3, [{}, {"output_args": plain(True, 2, 9)}, {}])
     assert any(issubclass(w.category, MetadataWarning) and "shape mismatch" in str(w.message) for w in caught)
     assert len(grads_of_all(results)) == 6
+
+
+def test_a_gradient_that_was_declared_not_to_come_is_an_error_not_lost(threads: Threads) -> None:
+    """A10: stage 0 declares None for its output's gradient; dropping the one that comes would leave it untrained in silence."""
+    declared = [{**STATIC[0], "output_grads": (None,)}, *STATIC[1:]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MetadataWarning)
+        with pytest.raises(
+            PipeliningMetadataError, match="stage 1: value 0 from stage 0 got a gradient, but was declared"
+        ):
+            threads(run_raising, 3, declared)

@@ -231,9 +231,17 @@ class InLink(_End):
             # The first of DTensors: placed as it is, and from now on so.
             mine = [grad if grad is not None else self._or_zeros(None, meta) for grad, meta in wanted]
         else:
-            mine = [
-                self._or_zeros(grad, look) for (grad, _), look in zip(wanted, looks, strict=True) if look is not None
-            ]
+            mine = []
+            for number, ((grad, _), look) in enumerate(zip(wanted, looks, strict=True)):
+                if look is not None:
+                    mine.append(self._or_zeros(grad, look))
+                elif grad is not None:
+                    raise PipeliningMetadataError(
+                        f"stage {self.place.destination}: value {number} from stage {self.place.source} got a gradient, but"
+                        " was declared to have none (None in input_grads or output_grads): declare it, or declare that the"
+                        " value does not require grad",
+                        stage=self.place.destination,
+                    )
         self._grads[microbatch] = mine
 
     def send(self, microbatch: int) -> None:
