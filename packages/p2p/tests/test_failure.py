@@ -140,7 +140,7 @@ def test_the_others_end_when_the_rank_that_hosts_the_store_dies(workers: WorkerP
 
 
 def fail_and_start_again(times: int) -> list[tuple[int, int, int]]:
-    """Fail, tear down, initialise, and work: counts of threads, descriptors and links after each round."""
+    """Fail, tear down, initialise, and work: counts of threads, descriptors and links after every fifth round."""
     base = dist.group.WORLD.get_group_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -164,6 +164,8 @@ def fail_and_start_again(times: int) -> list[tuple[int, int, int]]:
         transport.close()
         dist.destroy_process_group()
         del transport
+        if turn % 5 < 4:  # a collection takes long where a test has imported much
+            continue
         gc.collect()
         counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(link_module._links)))
     assert causes == [("again", 1)] * (0 if rank == 1 else times)
@@ -174,8 +176,8 @@ def fail_and_start_again(times: int) -> list[tuple[int, int, int]]:
 def test_twenty_failures_in_a_row_leave_nothing_behind(workers: WorkerPool) -> None:
     for counts in workers.run(fail_and_start_again, 3, 20, deadline=60.0):
         threads, descriptors, links = zip(*counts, strict=True)
-        assert max(threads[10:]) <= max(threads[:5])
-        assert max(descriptors[10:]) <= max(descriptors[:5])
+        assert max(threads) <= threads[0]
+        assert max(descriptors) <= descriptors[0] + 1  # torch closes one of its own late
         assert set(links) == {0}
 
 

@@ -122,13 +122,16 @@ class C10dTransport:
                 assert link is not None  # only messages to oneself need none
                 if isinstance(item, Send):
                     tensor = self._outgoing(item)
-                    work = route.channel.send([tensor], route.peer, route.tag_for(tensor.shape, tensor.dtype))
-                    handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
+                    start, tag = route.channel.send, route.tag_for(tensor.shape, tensor.dtype)
                 else:
                     tensor = self._incoming(item)
-                    work = route.channel.recv([tensor], route.peer, route.tag_for(item.meta.shape, item.meta.dtype))
-                    handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
+                    start, tag = route.channel.recv, route.tag_for(item.meta.shape, item.meta.dtype)
                     handle.received.append((item, tensor))
+                try:
+                    work = start([tensor], route.peer, tag)
+                except RuntimeError as error:  # the connection is broken already
+                    raise link.failed(item.op, error, 0.0) from error
+                handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
         else:
             self._post_fifo(batch, handle, link)
         if link is not None and handle.flights:
@@ -252,7 +255,10 @@ class C10dTransport:
             call = dist.P2POp(verb, tensor, group=route.channel, group_peer=route.peer)
             per_channel.setdefault(route.number, []).append((item.op, tensor, call))
         for _, members in sorted(per_channel.items()):
-            works = dist.batch_isend_irecv([call for _, _, call in members])
+            try:
+                works = dist.batch_isend_irecv([call for _, _, call in members])
+            except RuntimeError as error:
+                raise link.failed(members[0][0], error, 0.0) from error
             for number, (op, tensor, _) in enumerate(members):
                 # a backend that coalesces answers with one work for all
                 handle.flights.append(Flight(op, works[min(number, len(works) - 1)], tensor, link.count(op)))
