@@ -47,14 +47,14 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
-def build(transport: Transport, schedule: Schedule, **options: Any) -> Executor:
+def build(transport: Transport, schedule: Schedule, *, share_loss: bool = False, **options: Any) -> Executor:
     count = schedule.placement.num_stages
     modules = seeded(count)
     stages = [
         PipelineStage(modules[index], index, count, "cpu", **options)
         for index in schedule.placement.stages_of(transport.rank)
     ]
-    return Executor(stages, schedule, functional.mse_loss, transport=transport)
+    return Executor(stages, schedule, functional.mse_loss, transport=transport, share_loss=share_loss)
 
 
 def alternate(transport: Transport, schedule: Schedule, order: str, **options: Any) -> Any:
@@ -149,7 +149,7 @@ def test_p041_a_target_of_another_size_is_refused_on_every_rank(threads: Threads
     """Three samples run in three microbatches; a target of two samples cannot be theirs."""
 
     def run(transport: Transport) -> str:
-        executor = build(transport, gpipe(2, 4))
+        executor = build(transport, gpipe(2, 4), share_loss=True)  # so the first rank waits for the last one
         with pytest.raises((StageUsageError, PeerFailure)) as failure:
             executor.eval(
                 *((batch(3)[0],) if executor.is_first else ()), target=batch(2)[1] if executor.is_last else None

@@ -268,7 +268,8 @@ def test_p074_a_loss_that_nothing_can_be_learned_from_is_an_error_with_a_hint(th
     def run(transport: Transport) -> str:
         modules = seeded(nn.Identity(), Checkpointed(reentrant=True))
         with pytest.raises((StageUsageError, PeerFailure)) as failure:
-            step(build(transport, modules, gpipe(2, 2)), x, y)
+            # The first rank waits for the loss; without that it has only sent, and may be over before the last one complains.
+            step(build(transport, modules, gpipe(2, 2), share_loss=True), x, y)
         return str(failure.value)
 
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):

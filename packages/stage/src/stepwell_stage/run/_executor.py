@@ -235,7 +235,7 @@ class Executor:
         return_outputs: bool,
         fewer: bool = False,
     ) -> Any:
-        # Casts that autocast keeps may be of weights before an optimizer's step, or made without gradients in an eval().
+        # Casts of weights that a surrounding autocast keeps are of the weights before the last optimizer step.
         torch.clear_autocast_cache()
         if not self._is_open:
             if isinstance(self.transport, OpensChannels):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -125,14 +126,8 @@ class Run:
                 f"an earlier step failed ({self._failed}), which ended the transport on every rank:"
                 " make a new transport and a new executor"
             )
-        try:
+        with self._telling():
             learned = self._knowledge(cut)
-        except PeerFailure as error:
-            self._failed = str(error)
-            raise
-        except TransportError as error:
-            self.fail(str(error))
-            raise
         count = len(learned.cut.sizes)
         if count not in self._bound:
             pairs = zip(*self._bound[self._plan.num_microbatches], strict=True)
@@ -189,12 +184,21 @@ class Run:
             assert found is not None  # the word begins at the last stage
             return found
 
-        try:
+        with self._telling():
             words = sweep(self._stages, self._plan.placement, self._transport, pass_on, upstream=True)
+        return next(iter(words.values()))
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Around what is exchanged outside a step's actions: where it fails, no other rank waits for this one."""
+        try:
+            yield
         except PeerFailure as error:
             self._failed = str(error)
             raise
-        return next(iter(words.values()))
+        except TransportError as error:
+            self.fail(str(error))
+            raise
 
     def _knowledge(self, cut: Cut | None) -> _Learned:
         """What is known about the step that begins; agreed on with the other ranks where it is new."""
