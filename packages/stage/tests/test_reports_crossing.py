@@ -66,7 +66,7 @@ def assert_like_plain(
         executor = build(transport, make(), schedule, **options)
         for _ in range(2):
             step(executor, x, y)
-        return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}  # type: ignore[union-attr]
+        return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
 
     modules = make()
     count = schedule.num_microbatches
@@ -165,8 +165,8 @@ def test_p065_channels_last_survives_with_its_values(threads: Threads, name: str
     def make() -> list[nn.Module]:
         modules = seeded(*(Conv() for _ in range(2)))
         for module in modules:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        made.extend(modules)  # type: ignore[arg-type]
+            module.to(memory_format=torch.channels_last)
+        made.extend(modules)
         return modules
 
     x = numbers(4, 3, 5, 5).to(memory_format=torch.channels_last)
@@ -247,7 +247,7 @@ class ShardedSometimes(nn.Module):
         uses = (self.calls % 3 == 0) is self.in_first
         self.calls += 1
         out: Any = h @ self.last + (other @ self.last if uses else 0)
-        return out.redistribute(placements=[Replicate()]).to_local()  # type: ignore[no-any-return]
+        return out.redistribute(placements=[Replicate()]).to_local()
 
 
 def sharded_steps(*, in_first: bool) -> list[torch.Tensor]:
@@ -264,7 +264,7 @@ def sharded_steps(*, in_first: bool) -> list[torch.Tensor]:
     for _ in range(2):
         step(executor, numbers(6, WIDTH), numbers(6, WIDTH, seed=2))
     transport.close()
-    return [parameter.grad.full_tensor() for parameter in executor.parameters()]  # type: ignore[union-attr]
+    return [parameter.grad.full_tensor() for parameter in executor.parameters()]
 
 
 @pytest.mark.parametrize("in_first", [True, False])
@@ -337,7 +337,7 @@ class Attends(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return OwnAttention.apply(*self.qkv(x).chunk(3, -1))  # type: ignore[no-any-return]
+        return OwnAttention.apply(*self.qkv(x).chunk(3, -1))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

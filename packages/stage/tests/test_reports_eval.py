@@ -66,12 +66,12 @@ def alternate(transport: Transport, schedule: Schedule, order: str, **options: A
         rows = 8 if letter == "t" else next(sizes)
         x, y = batch(rows)
         for stage in executor.stages:
-            stage.submodule.train(letter == "t")  # type: ignore[union-attr]
+            stage.submodule.train(letter == "t")
         inputs, target = ((x,) if executor.is_first else ()), (y if executor.is_last else None)
         losses: list[torch.Tensor] = []
         out = (executor.step if letter == "t" else executor.eval)(*inputs, target=target, losses=losses)
         results.append((out, executor.loss, len(losses)))
-    return results, {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}  # type: ignore[union-attr]
+    return results, {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
 
 
 def plain(count: int, order: str, microbatches: int) -> tuple[list[Any], list[Any]]:
@@ -137,7 +137,7 @@ def test_p131_evaluation_of_microbatches_that_the_caller_cut(threads: Threads) -
     def run(transport: Transport) -> Any:
         executor = build(transport, one_f_one_b(2, 4))
         for stage in executor.stages:
-            stage.submodule.eval()  # type: ignore[union-attr]
+            stage.submodule.eval()
         return executor.eval(arg_mbs=parts if executor.is_first else None)
 
     model = nn.Sequential(*seeded(2)).eval()
@@ -151,7 +151,7 @@ def test_p041_a_target_of_another_size_is_refused_on_every_rank(threads: Threads
     def run(transport: Transport) -> str:
         executor = build(transport, gpipe(2, 4), share_loss=True)  # so the first rank waits for the last one
         for stage in executor.stages:
-            stage.submodule.eval()  # type: ignore[union-attr]
+            stage.submodule.eval()
         with pytest.raises((StageUsageError, PeerFailure)) as failure:
             executor.eval(
                 *((batch(3)[0],) if executor.is_first else ()), target=batch(2)[1] if executor.is_last else None

@@ -62,7 +62,7 @@ def step(executor: Executor, x: torch.Tensor, y: Any, **options: Any) -> Any:
 
 
 def grads_of(executor: Executor) -> dict[int, list[Any]]:
-    return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}  # type: ignore[union-attr]
+    return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
 
 
 def assert_like(results: Sequence[dict[int, list[Any]]], modules: Sequence[nn.Module], same: Any = None) -> None:
@@ -236,7 +236,7 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.linear, torch.tanh(x), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+        return checkpoint(self.linear, torch.tanh(x), use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, zb_h1])
@@ -324,7 +324,7 @@ def test_p059_autocast_around_step_holds_inside_and_what_crosses_is_half_as_larg
                 executor.eval(*inputs)
                 executor.step(*inputs, target=target)
                 optimizer.step()
-        assert modules[transport.rank].dtypes == {torch.bfloat16}  # type: ignore[comparison-overlap]
+        assert modules[transport.rank].dtypes == {torch.bfloat16}
         return grads_of(executor)
 
     # bfloat16 has 8 bits, and three microbatches are added up.
@@ -367,7 +367,7 @@ def sharded_steps() -> list[Any]:
         executor.step(batch(rows, seed=rows)[0], target=batch(rows, seed=rows)[1])
         executor.eval(batch(3)[0])
     transport.close()
-    return [parameter.grad.full_tensor() for parameter in executor.parameters()]  # type: ignore[union-attr]
+    return [parameter.grad.full_tensor() for parameter in executor.parameters()]
 
 
 def test_p113_sharded_gradients_add_up_over_shapes_and_evaluations(workers: WorkerPool) -> None:

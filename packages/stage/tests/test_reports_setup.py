@@ -96,7 +96,7 @@ def test_p010_p011_two_ranks_that_are_each_others_next_and_previous(threads: Thr
     def run(transport: Transport, options: dict[str, Any]) -> Any:
         executor = build(transport, layers(*widths), interleaved_1f1b(2, 4), **options)
         step(executor, batch(8), batch(8, seed=2))
-        return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}  # type: ignore[union-attr]
+        return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
 
     expected = plain_grads(layers(*widths), batch(8), batch(8, seed=2), 4)
     for options in ({}, {"shapes": "dynamic"}):

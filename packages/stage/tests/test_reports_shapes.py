@@ -46,7 +46,7 @@ def build(
 
 
 def grads_of(executor: Executor) -> dict[int, list[Any]]:
-    return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}  # type: ignore[union-attr]
+    return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
 
 
 def assert_like(results: Sequence[dict[int, list[Any]]], modules: Sequence[nn.Module]) -> None:
