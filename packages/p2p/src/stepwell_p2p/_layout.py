@@ -28,8 +28,8 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # lazily conjugated or negated: its memory holds other numbers
-        return tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.contiguous()
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def place(
@@ -46,7 +46,7 @@ def place(
     if buffer is tensor:
         return tensor
     if buffer is None:
-        if tensor.device == device and tensor.stride() == meta.stride:
+        if tensor.stride() == meta.stride and tensor.device == device:
             return tensor
         buffer = meta.without_grad().empty(device)
     return buffer.copy_(tensor)

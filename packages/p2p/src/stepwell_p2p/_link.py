@@ -9,10 +9,12 @@ default group, which is another object, gets a fresh one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -83,7 +85,7 @@ class Link:
         self.users = 0
         self.failure: Failure | None = None
         self.pending: dict[Any, None] = {}
-        self._counts: dict[Op, int] = {}
+        self.counts: defaultdict[Op, itertools.count[int]] = defaultdict(itertools.count)  # messages posted under an op
         name = _agree_on_name(group, device, self.timeout)
         self._store = dist.PrefixStore(f"stepwell-p2p/{name}", own_connection(group.get_group_store()))
         self.board = FailureBoard(self._store, self.rank, self.size, self, stall_after=stall_after)
@@ -170,12 +172,6 @@ class Link:
                         Note((*op.message, flight.number), str(op), op.peer, flight.form, now - handle.posted, waiting)
                     )
         return sorted(notes, key=lambda note: not note.waiting)
-
-    def count(self, op: Op) -> int:
-        """Count a message that is posted under an op."""
-        number = self._counts.get(op, 0)
-        self._counts[op] = number + 1
-        return number
 
     def close(self) -> None:
         """Release groups and thread."""

@@ -114,24 +114,7 @@ class C10dTransport:
             raise failure.error()
         handle = _Batch(self)
         if link is None or link.gloo:
-            for item in batch:
-                route = self._routes.get(item.op) or self._find_route(item)
-                if route.channel is None:
-                    self._post_own(item, handle)
-                    continue
-                assert link is not None  # only messages to oneself need none
-                if isinstance(item, Send):
-                    tensor = self._outgoing(item)
-                    start, tag = route.channel.send, route.tag_for(tensor.shape, tensor.dtype)
-                else:
-                    tensor = self._incoming(item)
-                    start, tag = route.channel.recv, route.tag_for(item.meta.shape, item.meta.dtype)
-                    handle.received.append((item, tensor))
-                try:
-                    work = start([tensor], route.peer, tag)
-                except RuntimeError as error:  # the connection is broken already
-                    raise link.failed(item.op, error, 0.0) from error
-                handle.flights.append(Flight(item.op, work, tensor, link.count(item.op)))
+            self._post_tagged(batch, handle, link)
         else:
             self._post_fifo(batch, handle, link)
         if link is not None and handle.flights:
@@ -240,6 +223,32 @@ class C10dTransport:
         else:
             handle.received.append((item, self._own.recv(item)))
 
+    def _post_tagged(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link | None) -> None:
+        """Receives first: a send whose receive is there already needs one message less between the ranks."""
+        sends = []
+        for item in batch:
+            route = self._routes.get(item.op) or self._find_route(item)
+            if link is None or route.channel is None:
+                self._post_own(item, handle)
+            elif isinstance(item, Send):
+                sends.append((item.op, route, self._outgoing(item)))
+            else:
+                tensor = self._incoming(item)
+                handle.received.append((item, tensor))
+                tag = route.tag_for(item.meta.shape, item.meta.dtype)
+                try:
+                    work = route.channel.recv([tensor], route.peer, tag)
+                except RuntimeError as error:  # the connection is broken already
+                    raise link.failed(item.op, error, 0.0) from error
+                handle.flights.append(Flight(item.op, work, tensor, next(link.counts[item.op])))
+        for op, route, tensor in sends:
+            assert link is not None
+            try:
+                work = route.channel.send([tensor], route.peer, route.tag_for(tensor.shape, tensor.dtype))
+            except RuntimeError as error:
+                raise link.failed(op, error, 0.0) from error
+            handle.flights.append(Flight(op, work, tensor, next(link.counts[op])))
+
     def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link) -> None:
         """Channel by channel, in the one order in which all ranks made them, each as one group call."""
         per_channel: dict[int, list[tuple[Op, torch.Tensor, dist.P2POp]]] = {}
@@ -261,7 +270,7 @@ class C10dTransport:
                 raise link.failed(members[0][0], error, 0.0) from error
             for number, (op, tensor, _) in enumerate(members):
                 # a backend that coalesces answers with one work for all
-                handle.flights.append(Flight(op, works[min(number, len(works) - 1)], tensor, link.count(op)))
+                handle.flights.append(Flight(op, works[min(number, len(works) - 1)], tensor, next(link.counts[op])))
 
 
 @attrs.frozen
