@@ -1,7 +1,5 @@
 """Zero-bubble tables: W steps stand in the gaps of 1F1B."""
 
-
-
 from __future__ import annotations
 
 from stepwell_stage.schedules import interleaved_zero_bubble, zb_h1
