@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Sequence
 
 from ._channels import ChannelPolicy
@@ -12,6 +12,9 @@ from .exceptions import DeadlockError, P2PUsageError
 
 Lane = tuple[int, str]
 """One rank's side of one channel: rank and channel."""
+
+_Place = tuple[str, int, int]
+_Waiting = dict[Hashable, int | deque[int]]
 
 
 class Ends:
@@ -40,8 +43,10 @@ class Ends:
         self.batch_step: list[tuple[int, int]] = []  # rank and step index of the post
         self.batch_at: list[dict[int, int]] = [{} for _ in sequences]  # step index -> batch
         self._tagged = tagged
-        self._sends: dict[Hashable, list[int]] = {}
-        self._recvs: dict[Hashable, list[int]] = {}
+        self._sends: defaultdict[_Place, list[int]] = defaultdict(list)  # by channel and edge
+        self._recvs: defaultdict[_Place, list[int]] = defaultdict(list)
+        self._open_sends: _Waiting = {}  # by message: those that have not met their other end
+        self._open_recvs: _Waiting = {}
         self._lanes: dict[tuple[int, int, int, bool], Lane] = {}
         for rank, sequence in enumerate(sequences):
             for index, step in enumerate(sequence):
@@ -53,9 +58,8 @@ class Ends:
                     )
         self.group_first.append(len(self.ops))
         self.batch_first.append(len(self.group_lane))
-        self.other = [-1] * len(self.ops)
-        self.problem = self._match()
-        del self._sends, self._recvs
+        self.problem = self._match_tagged() if tagged else self._match_in_order()
+        del self._sends, self._recvs, self._open_sends, self._open_recvs
 
     def label_of(self, batch: int) -> str:
         """The label of a batch's post."""
@@ -75,8 +79,9 @@ class Ends:
         batch = self.batch_at[rank][index] = len(self.batch_first)
         self.batch_first.append(len(self.group_lane))
         self.batch_step.append((rank, index))
-        if len(step.ops) == 1:
-            self._add_group(rank, self._lane(rank, step.ops[0]), batch, step.ops)
+        if self._tagged or len(step.ops) == 1:  # where messages match by op, the whole batch goes together
+            if step.ops:
+                self._add_group(rank, (rank, "") if self._tagged else self._lane(rank, step.ops[0]), batch, step.ops)
             return
         groups: dict[Lane, list[Op]] = {}
         for op in step.ops:
@@ -90,22 +95,42 @@ class Ends:
         self.group_lane.append(lane)
         self.group_batch.append(batch)
         for op in ops:
-            is_send, edge = op.kind.is_send, op.edge
+            end, edge, is_send = len(self.ops), op.edge, op.kind.is_send
             if (edge.source if is_send else edge.destination) != rank:
                 raise P2PUsageError(
                     f"rank {rank} posts {op} in {self.label_of(batch)!r}, which is rank {op.rank}'s to post"
                 )
-            key: Hashable = op.message if self._tagged else (lane[1], edge.source, edge.destination)
-            meeting = self._sends if is_send else self._recvs
-            waiting = meeting.get(key)
-            if waiting is None:
-                meeting[key] = [len(self.ops)]
-            else:
-                waiting.append(len(self.ops))
             self.ops.append(op)
             self.rank_of.append(rank)
             self.is_send.append(is_send)
             self.group_of.append(group)
+            if self._tagged:
+                ours, theirs = self._open_sends, self._open_recvs
+                self._meet(op.message, end, *((ours, theirs) if is_send else (theirs, ours)))
+            else:
+                (self._sends if is_send else self._recvs)[lane[1], edge.source, edge.destination].append(end)
+
+    def _meet(self, key: Hashable, end: int, ours: _Waiting, theirs: _Waiting) -> None:
+        """Match with the first of the other ends that wait under this key, or wait. A single end stands for itself."""
+        waiting = theirs.pop(key, None)
+        if waiting is None:
+            before = ours.get(key)
+            if before is None:
+                ours[key] = end
+            elif isinstance(before, deque):
+                before.append(end)
+            else:
+                ours[key] = deque((before, end))
+            self.other.append(-1)
+            return
+        if isinstance(waiting, deque):
+            first = waiting.popleft()
+            if waiting:
+                theirs[key] = waiting
+        else:
+            first = waiting
+        self.other[first] = end
+        self.other.append(first)
 
     def _lane(self, rank: int, op: Op) -> Lane:
         key = (rank, op.edge.source, op.edge.destination, op.kind.is_forward)
@@ -114,12 +139,26 @@ class Ends:
             lane = self._lanes[key] = (rank, self.policy.channel_of(op))
         return lane
 
-    def _match(self) -> DeadlockError | None:
-        """The k-th send of each key meets its k-th receive."""
+    def _match_tagged(self) -> DeadlockError | None:
+        """All have met already, but for those that are alone."""
+        if not (self._open_sends or self._open_recvs):
+            return None
+        everyone = range(len(self.ops))
+        sends = [end for end in everyone if self.is_send[end]]
+        return self._unmatched(sends, [end for end in everyone if not self.is_send[end]])
+
+    def _match_in_order(self) -> DeadlockError | None:
+        self.other = [-1] * len(self.ops)
         for key in {**self._sends, **self._recvs}:
-            sends, recvs = self._sends.get(key, []), self._recvs.get(key, [])
-            for send, recv in zip(sends, recvs, strict=False):
-                if not self._tagged and self.ops[send].message != self.ops[recv].message:
+            sends, recvs = self._sends[key], self._recvs[key]
+            for send, recv in zip(sends, recvs, strict=False):  # the k-th send meets the k-th receive
+                ours, theirs = self.ops[send], self.ops[recv]
+                if (
+                    ours.microbatch != theirs.microbatch
+                    or ours.stage != theirs.stage
+                    or ours.index != theirs.index
+                    or ours.kind.is_forward is not theirs.kind.is_forward
+                ):
                     return self._unmatched(sends, recvs) or self._misordered(send, recv)
                 self.other[send], self.other[recv] = recv, send
             if len(sends) != len(recvs):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -55,6 +57,11 @@ def prove_order(
         P2PUsageError: a sequence is malformed: an op of another rank, or a wait for what was not posted.
     """
     policy = channels.policy if isinstance(channels, ChannelMap) else ChannelPolicy.of(channels)
+    with _collector_paused():
+        return _prove(sequences, policy, rules)
+
+
+def _prove(sequences: Sequence[Sequence[Step]], policy: ChannelPolicy, rules: Rules) -> OrderProof:
     ends = Ends(sequences, policy, tagged=rules.tagged)
     problem = _find_problem(ends, rules)
     if problem is None:
@@ -68,6 +75,18 @@ def prove_order(
     raise DeadlockError(
         f"{problem}{advice}", kind=problem.kind, cycle=problem.cycle, safe_policy=safe.value if safe else None
     )
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Nothing here makes reference cycles, but the collector would go through a million steps again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _safe_policy(sequences: Sequence[Sequence[Step]], policy: ChannelPolicy, rules: Rules) -> ChannelPolicy | None:

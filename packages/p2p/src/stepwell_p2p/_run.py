@@ -40,7 +40,8 @@ class Run:
         self.active = bytearray(len(ends.ops))
         self.done = bytearray(len(ends.ops))
         self.posted = bytearray(len(ends.batch_step))
-        self.lanes: dict[Lane, deque[int]] = {}
+        self.lanes: dict[Lane, deque[int]] = {lane: deque() for lane in set(ends.group_lane)}
+        self._lane_of = [self.lanes[lane] for lane in ends.group_lane]
         self.position = [0] * len(ends.sequences)
         self.blocked_on = [-1] * len(ends.sequences)
         self._group_left = _sizes(ends.group_first)
@@ -74,16 +75,13 @@ class Run:
                 self._activate(end)
             return
         for group in range(ends.batch_first[batch], ends.batch_first[batch + 1]):
-            key = ends.group_lane[group]
-            lane = self.lanes.get(key)
-            if lane is None:
-                lane = self.lanes[key] = deque()
+            lane = self._lane_of[group]
             lane.append(group)
             if len(lane) == 1:
                 for end in ends.ends_of_group(group):
                     self._activate(end)
         while self._moved:
-            lane = self.lanes[ends.group_lane[self._moved.pop()]]
+            lane = self._lane_of[self._moved.pop()]
             while lane and not self._group_left[lane[0]]:
                 lane.popleft()
                 if lane:
