@@ -288,11 +288,12 @@ def s16_s18_s19_s20(mode: str) -> dict[str, Any]:
         for name, p in c.model.named_parameters()
         if not c.layouts[name].sharded
     }
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, whole)
+    gathered = {name: [torch.empty_like(value) for _ in range(dist.get_world_size())] for name, value in whole.items()}
+    for name, copies in gathered.items():
+        dist.all_gather(copies, whole[name].contiguous())
     return {
         "difference": support.difference(after, support.parameters(reference)),
-        "replicas": all(torch.equal(other[name], whole[name]) for other in gathered for name in whole),
+        "replicas": all(torch.equal(copy, whole[name]) for name, copies in gathered.items() for copy in copies),
         "whole": sorted(whole),
         "tied": c.model.head.weight is c.model.embed.weight,
         "aliases": support.difference({"a": after["head.weight"]}, {"a": after["embed.weight"]}),

@@ -7,7 +7,9 @@ parameters, and a fingerprint of the computation that its data comes from.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,8 +168,7 @@ def agree(topology: DataParallelTopology | None, error: Exception | None, entrie
         votes = [Vote(dist.get_rank(), None if error is None else f"{type(error).__name__}: {error}", entries)]
         for axis in topology.axis_names:
             group = topology.mesh.get_group(axis)
-            gathered: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, votes, group=group)
+            gathered = _gather(votes, group, torch.device(topology.mesh.device_type))
             members = tuple(dist.get_process_group_ranks(group))
             mine = {vote.rank: vote for part in gathered for vote in part if vote.rank in members}
             votes = [vote for part in gathered for vote in part]
@@ -183,6 +184,21 @@ def agree(topology: DataParallelTopology | None, error: Exception | None, entrie
             )
     if error is not None:
         raise error
+
+
+def _gather(votes: Sequence[Vote], group: dist.ProcessGroup, device: torch.device) -> list[list[Vote]]:
+    """Every rank's votes. torch's all_gather_object would do, if it did not need NumPy."""
+    mine = torch.frombuffer(bytearray(pickle.dumps(list(votes))), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    rows = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=group)
+    found = []
+    for row, size in zip(rows, sizes, strict=True):
+        local = row.cpu()
+        found.append(pickle.loads(ctypes.string_at(local.data_ptr(), int(size))))
+    return found
 
 
 def _difference(votes: Sequence[Vote], members: tuple[int, ...]) -> PeerMismatchError | None:
