@@ -186,6 +186,8 @@ def train(world: stepwell.World, model: nn.Sequential, text: bytes, options: arg
                 gathered = stepwell.gather(world.transport, gradients, to=last)
                 if check is not None and gathered is not None:
                     check.step(tokens, target, loss, {k: v for part in gathered for k, v in part.items()})
+                for rank in range(world.size):  # the check has kept one rank busy: begin the next step together
+                    stepwell.gather(world.transport, {}, to=rank)
             optimizer.step()
             first = loss if step == 1 else first
             timeline = pipe.timeline()
