@@ -1,6 +1,6 @@
 """Every private torch name this layer uses, with where it was seen and what happens without it.
 
-Seen in torch 2.11 to 2.13. Each name is looked up once, here; nothing else in the layer may import a private name.
+Seen in torch 2.13. Each name is looked up once, here; nothing else in the layer may import a private name.
 """
 
 from __future__ import annotations

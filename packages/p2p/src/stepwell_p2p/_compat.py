@@ -14,7 +14,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long operations of a group wait for a peer.
 
-    ``ProcessGroup._get_backend`` and the backend's ``options._timeout`` were seen in 2.11 to 2.13. Without them the answer is
+    ``ProcessGroup._get_backend`` and the backend's ``options._timeout`` were seen in 2.13. Without them the answer is
     c10d's default, 30 minutes.
     """
     try:
@@ -27,7 +27,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def own_connection(store: dist.Store) -> dist.Store:
     """The same store over a connection of its own, so that a thread is not held up by others' long waits.
 
-    ``Store.clone`` was seen in 2.11 to 2.13, but not in the stubs. Without it the connection is shared.
+    ``Store.clone`` was seen in 2.13, but not in the stubs. Without it the connection is shared.
     """
     clone = getattr(store, "clone", None)
     return store if clone is None else clone()
@@ -36,7 +36,7 @@ def own_connection(store: dist.Store) -> dist.Store:
 def memory_users(tensor: torch.Tensor) -> int | None:
     """How many tensors, also those that autograd saved, use a tensor's memory; None where that cannot be known.
 
-    ``torch._C._storage_Use_Count`` was seen in 2.11 to 2.13. Without it memory is never used a second time.
+    ``torch._C._storage_Use_Count`` was seen in 2.13. Without it memory is never used a second time.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
@@ -49,7 +49,7 @@ def gloo_groups(timeout: timedelta) -> Callable[[dist.Store, int, int], dist.Pro
     """A maker of gloo groups, from store, rank and size, that share one event loop.
 
     A loop for each group would cost a thread and, for a message each way, another switch of threads. ``_Options`` with
-    ``_devices`` and ``_threads``, and ``create_default_device``, were seen in 2.11 to 2.13. Without them each group has its own.
+    ``_devices`` and ``_threads``, and ``create_default_device``, were seen in 2.13. Without them each group has its own.
     """
     try:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stubs

@@ -1,23 +1,23 @@
 """Every name of torch that is not public, in one place.
 
-* ``torch.ops.aten._unsafe_view`` (seen in 2.11 to 2.15): a reshape that autograd does not track as a view. Without it,
+* ``torch.ops.aten._unsafe_view`` (seen in 2.13): a reshape that autograd does not track as a view. Without it,
   :func:`non_leaf` falls back to a copy, which is right but costs one.
 * ``_raw_saved_*`` of autograd's nodes and ``unpack_hook`` of what they give (seen in 2.13): whether hooks stand between a
   node and what it saved. Without it, :func:`has_saved_tensor_hooks` says yes, so that no node's backward is split.
-* ``reducer.prepare_for_backward`` and ``require_forward_param_sync`` of DistributedDataParallel (seen in 2.11 to 2.13): what
+* ``reducer.prepare_for_backward`` and ``require_forward_param_sync`` of DistributedDataParallel (seen in 2.13): what
   arms its one reduction, and its broadcast of buffers. Without them a DDP stage cannot run in a pipeline.
 * ``_get_fsdp_state`` of FSDP2 modules, and of the state ``_fsdp_param_groups``, ``_is_root`` and
   ``_root_post_backward_final_callback`` (seen in 2.13; before, ``_fsdp_param_group``, one or None): what reduces the gradients.
   Without them an FSDP2 stage cannot run in a pipeline.
 * ``torch.distributed._composable.replicate_with_fsdp.ReplicateModule`` (seen in 2.13): FSDP2 modules that are not sharded, and
   refuse to be told when to reshard. Without it there are no such modules.
-* ``torch.distributed._composable.replicate.DDP`` (seen in 2.11 to 2.13): the class that marks modules under the replicate() made
+* ``torch.distributed._composable.replicate.DDP`` (seen in 2.13): the class that marks modules under the replicate() made
   of DDP. Without it there are no such modules.
-* ``_forward_hooks`` and ``_forward_pre_hooks`` of modules (seen in 2.11 to 2.13): whether a call does more than the forward.
+* ``_forward_hooks`` and ``_forward_pre_hooks`` of modules (seen in 2.13): whether a call does more than the forward.
   Without them :func:`has_hooks` says no.
-* ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in names (seen in 2.11 to 2.13): what torch.compile and the activation
+* ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in names (seen in 2.13): what torch.compile and the activation
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
-* ``torch.utils._pytree`` (seen in 2.11 to 2.15): torch's own flattening of nested containers. Without it there is no fallback:
+* ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 
 The schedules of ``torch.distributed.pipelining`` call private methods of stages: those in ``run/_torch_stage.py`` (seen in 2.13).
