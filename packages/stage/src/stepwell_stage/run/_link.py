@@ -8,6 +8,7 @@ that its meta names.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from stepwell_meta.exceptions import PipeliningMetadataError
 from stepwell_p2p import Edge, Handle, Op, OpKind, Send, Transport, Wire, send_values
 
 from ._classes import with_classes
-from ._inbox import Expected, Inbox, Learn
+from ._inbox import Expected, Inbox, Key, Learn
 
 
 @attrs.define
@@ -99,7 +100,7 @@ class LinkPlace:
     first_gradient: int = 0
 
 
-class _End:
+class _End(abc.ABC):
     """What both ends of a link have in common; mutable: it holds the values of microbatches under way.
 
     Args:
@@ -130,6 +131,7 @@ class _End:
         self._sent: dict[int, Handle] = {}
         self._values: dict[int, list[torch.Tensor]] = {}
         self._grads: dict[int, list[torch.Tensor]] = {}
+        self._recv_ops: Callable[[int, int], Sequence[Op]]
 
     @property
     def is_local(self) -> bool:
@@ -153,6 +155,20 @@ class _End:
         """Let go of every value."""
         for slots in (self._values, self._grads, self._sent):
             slots.clear()
+
+    def recv(self, microbatch: int) -> None:
+        """Post the receive of what the other end sends."""
+        assert self._inbox is not None
+        look = functools.partial(self._look, microbatch)
+        self._inbox.expect(Expected(self._key(microbatch), functools.partial(self._recv_ops, microbatch), look))
+
+    @abc.abstractmethod
+    def _look(self, microbatch: int) -> Sequence[TensorMeta] | Learn | None:
+        """What will come; see :class:`Expected`."""
+
+    @abc.abstractmethod
+    def _key(self, microbatch: int) -> Key:
+        """Under which key it comes."""
 
     def wait(self, microbatch: int) -> None:
         """Wait until what was sent is there."""
@@ -191,12 +207,6 @@ class InLink(_End):
     def positions(self) -> tuple[int, ...] | None:
         """At which of the stage's inputs the values enter; None: all of them, in the chain's structure."""
         return None if self.place.wires is None else tuple(wire.input for wire in self.place.wires)
-
-    def recv(self, microbatch: int) -> None:
-        """Post the receive of the values."""
-        assert self._inbox is not None
-        look = functools.partial(self._look, microbatch)
-        self._inbox.expect(Expected(self._key(microbatch), functools.partial(self._recv_ops, microbatch), look))
 
     def arrive(self, microbatch: int) -> None:
         """Wait for the values."""
@@ -279,7 +289,7 @@ class InLink(_End):
             return functools.partial(self._learn, group)
         return None
 
-    def _key(self, microbatch: int) -> tuple[bool, int, int, int]:
+    def _key(self, microbatch: int) -> Key:
         return (True, self.place.destination, self.place.source, microbatch)
 
 
@@ -331,12 +341,6 @@ class OutLink(_End):
             batch = [Send(op, value) for op, value in zip(ops, values, strict=True)]
             self._sent[microbatch] = self._transport.post(batch)
 
-    def recv(self, microbatch: int) -> None:
-        """Post the receive of the gradients."""
-        assert self._inbox is not None
-        look = functools.partial(self._look, microbatch)
-        self._inbox.expect(Expected(self._key(microbatch), functools.partial(self._recv_ops, microbatch), look))
-
     def arrive(self, microbatch: int) -> None:
         """Wait for the gradients."""
         assert self._inbox is not None
@@ -371,7 +375,7 @@ class OutLink(_End):
             return lambda payload: self.looks.grads.__setitem__(group, decode(payload))
         return None
 
-    def _key(self, microbatch: int) -> tuple[bool, int, int, int]:
+    def _key(self, microbatch: int) -> Key:
         return (False, self.place.source, self.place.destination, microbatch)
 
 
