@@ -26,6 +26,8 @@ from stepwell_stage.plan._random import random_links, random_schedule
         ("0WAIT_F7", Action(0, Kind.WAIT_F, 7)),
         ("1UNSHARD", Action(1, Kind.UNSHARD)),
         ("3REDUCE_GRAD", Action(3, Kind.REDUCE_GRAD)),
+        ("2{offload}5", Action.custom(2, "offload", 5)),
+        ("2{off-load_2}", Action.custom(2, "off-load_2")),
         ("(0F4;7B0)OVERLAP_F_B", Action.overlap(Action(0, Kind.F, 4), Action(7, Kind.B, 0))),
     ],
 )
@@ -46,7 +48,7 @@ def test_every_action_of_any_plan_is_read_back(seed: int) -> None:
             assert pickle.loads(pickle.dumps(action)) == action
 
 
-@given(text=st.text(alphabet="0123456789FBIWSENDRCV_AUH@();. -", max_size=12))
+@given(text=st.text(alphabet="0123456789FBIWSENDRCV_AUH@(){};. -", max_size=12))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_other_text_is_refused_or_means_what_it_says(text: str) -> None:
     try:
@@ -68,12 +70,21 @@ def test_other_text_is_refused_or_means_what_it_says(text: str) -> None:
         ("(0F0;0B0)OVERLAP_F_B", "0B0 needs 0F0, so the two cannot overlap"),
         ("(0B0;1F0)OVERLAP_F_B", "an overlapped pair is an F and a B or I, got 0B0 and 1F0"),
         ("0OVERLAP_F_B0", "is no action"),
+        ("0CUSTOM0", "is no action"),
+        ("0{}0", "is no action"),
+        ("0{2}0", "is no action"),
+        ("0{offload}1@2", "only RECV_F and RECV_B name a stage after @"),
         ("٣F0", "is no action"),
     ],
 )
 def test_what_is_no_action(text: str, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=sentence):
         Action.parse(text)
+
+
+def test_the_name_of_a_custom_action_is_a_word() -> None:
+    with pytest.raises(ScheduleError, match="a letter followed by letters, digits, '_' and '-', got 'off load'"):
+        Action.custom(0, "off load")
 
 
 def test_leaves() -> None:
@@ -85,6 +96,6 @@ def test_leaves() -> None:
 
 
 def test_kinds_know_what_they_are() -> None:
-    assert [kind.value for kind in Kind if kind.is_compute] == ["F", "B", "I", "W", "OVERLAP_F_B"]
+    assert [kind.value for kind in Kind if kind.is_compute] == ["F", "B", "I", "W", "OVERLAP_F_B", "CUSTOM"]
     assert [kind.value for kind in Kind if kind.is_backward] == ["B", "I"]
     assert [kind.value for kind in Kind if not kind.has_microbatch] == ["UNSHARD", "RESHARD", "REDUCE_GRAD"]

@@ -14,6 +14,7 @@ from stepwell_stage.plan._simulate import Simulation, simulate
 from stepwell_stage.plan._svg import to_svg
 from stepwell_stage.plan._timeline import Event, Timeline
 from stepwell_stage.run._backward import stage_backward, stage_backward_input, stage_backward_weight
+from stepwell_stage.run._bind import ActionCall
 from stepwell_stage.run._chunks import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 from stepwell_stage.run._executor import Executor
 from stepwell_stage.run._graph_stage import build_stage
@@ -28,6 +29,7 @@ from stepwell_stage.run._tie import Tie, TiedGroup, tie
 
 __all__ = [
     "Action",
+    "ActionCall",
     "Costs",
     "EagerProgram",
     "EdgeCost",

@@ -17,6 +17,8 @@
   Without them :func:`has_hooks` says no.
 * ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in names (seen in 2.13): what torch.compile and the activation
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
+* ``torch.autograd.profiler._is_profiler_enabled`` (seen in 2.13): whether a profiler runs. Without it :func:`is_profiling`
+  says no, and profiles show no ranges of a plan.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 
@@ -54,6 +56,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "hold_back_fsdp",
     "is_ddp_replicated",
+    "is_profiling",
     "is_torch_stage_name",
     "join_torch_stages",
     "non_leaf",
@@ -64,6 +67,12 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch's is active in this process, on whatever thread."""
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+
 
 _unsafe_view = getattr(torch.ops.aten, "_unsafe_view", None)
 

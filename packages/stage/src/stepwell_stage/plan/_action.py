@@ -3,7 +3,7 @@
 The text form is that of torch.distributed.pipelining, so that tables interchange: ``0F3`` is the forward of microbatch 3 on
 stage 0, ``1I2`` a backward for inputs, ``2SEND_F0`` the send of stage 2's output, ``1UNSHARD`` has no microbatch, and
 ``(0F4;7B0)OVERLAP_F_B`` runs a forward and a backward as one. Where a stage receives from several others, ``5RECV_F0@2``
-names the stage at the other end.
+names the stage at the other end. ``2{offload}0`` is an action of the user's own, for microbatch 0 on stage 2.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Kind(enum.Enum):
     RESHARD = "RESHARD"  # free what UNSHARD gathered
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce a data-parallel stage's gradients
     OVERLAP = "OVERLAP_F_B"  # a forward and a backward as one, see Action.overlap
+    CUSTOM = "CUSTOM"  # an action of the user's own, see Action.custom
 
     __hash__ = (
         object.__hash__
@@ -39,7 +40,7 @@ class Kind(enum.Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether it runs the stage's own code: F, B, I, W, or F and B overlapped."""
+        """Whether it takes the rank's own time, and so has a place in a schedule: F, B, I, W, F and B overlapped, custom ones."""
         return self in _COMPUTE
 
     @property
@@ -53,7 +54,7 @@ class Kind(enum.Enum):
         return self not in _WHOLE_STAGE
 
 
-_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP})
+_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP, Kind.CUSTOM})
 _WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 _WITH_PEER = frozenset({Kind.RECV_F, Kind.RECV_B})
 
@@ -69,6 +70,7 @@ class Action(NamedTuple):
         microbatch: microbatch number, None for the kinds that concern all of them; of an overlapped pair that of its forward.
         peer: for a RECV the stage that sends, where the receiving stage takes values from several; None means from all.
         parts: the forward and the backward of an overlapped pair, else empty.
+        name: of an action of the user's own, which one; else empty.
     """
 
     stage: int
@@ -76,12 +78,14 @@ class Action(NamedTuple):
     microbatch: int | None = None
     peer: int | None = None
     parts: tuple[Action, ...] = ()
+    name: str = ""
 
     def __str__(self) -> str:
         if self.parts:
             return f"({';'.join(map(str, self.parts))}){self.kind.value}"
         microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{self.stage}{self.kind.value}{microbatch}{'' if self.peer is None else f'@{self.peer}'}"
+        what = f"{{{self.name}}}" if self.name else self.kind.value
+        return f"{self.stage}{what}{microbatch}{'' if self.peer is None else f'@{self.peer}'}"
 
     @property
     def leaves(self) -> tuple[Action, ...]:
@@ -102,6 +106,21 @@ class Action(NamedTuple):
         return cls(forward.stage, Kind.OVERLAP, forward.microbatch, parts=(forward, backward))
 
     @classmethod
+    def custom(cls, stage: int, name: str, microbatch: int | None = None) -> Action:
+        """An action of the user's own: it needs nothing, gives nothing to other actions, and runs where it stands.
+
+        What it does is said by a handler, see :class:`Executor`.
+
+        Raises:
+            ScheduleError: the name is no letter followed by letters, digits, ``_`` and ``-``.
+        """
+        if _NAME.fullmatch(name) is None:
+            raise ScheduleError(
+                f"the name of a custom action is a letter followed by letters, digits, '_' and '-', got {name!r}"
+            )
+        return cls(stage, Kind.CUSTOM, microbatch, name=name)
+
+    @classmethod
     def parse(cls, text: str) -> Action:
         """The action that prints as ``text``.
 
@@ -117,16 +136,23 @@ class Action(NamedTuple):
             raise ScheduleError(
                 f"{text!r} is no action; expected a stage, a kind and a microbatch, for example 0F3 or 2SEND_F0"
             )
-        kind = Kind(match["kind"])
-        number, peer = match["microbatch"], match["peer"]
-        if kind.has_microbatch != bool(number):
+        kind = Kind(match["kind"]) if match["kind"] else Kind.CUSTOM
+        stage, microbatch = int(match["stage"]), int(match["microbatch"]) if match["microbatch"] else None
+        peer = int(match["peer"]) if match["peer"] else None
+        if peer is not None and kind not in _WITH_PEER:
+            raise ScheduleError(f"{text!r} is no action: only RECV_F and RECV_B name a stage after @")
+        if kind is Kind.CUSTOM:
+            return cls.custom(stage, match["name"], microbatch)
+        if kind.has_microbatch != (microbatch is not None):
             needs = "needs a microbatch number" if kind.has_microbatch else "takes no microbatch number"
             raise ScheduleError(f"{text!r} is no action: {kind.value} {needs}")
-        if peer and kind not in _WITH_PEER:
-            raise ScheduleError(f"{text!r} is no action: only RECV_F and RECV_B name a stage after @")
-        return cls(int(match["stage"]), kind, int(number) if number else None, int(peer) if peer else None)
+        return cls(stage, kind, microbatch, peer)
 
 
-_KINDS = sorted((kind.value for kind in Kind if kind is not Kind.OVERLAP), key=len, reverse=True)
-_FORM = re.compile(rf"(?P<stage>\d+)(?P<kind>{'|'.join(_KINDS)})(?P<microbatch>\d*)(?:@(?P<peer>\d+))?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
+_KINDS = sorted((kind.value for kind in Kind if kind not in (Kind.OVERLAP, Kind.CUSTOM)), key=len, reverse=True)
+_FORM = re.compile(
+    rf"(?P<stage>\d+)(?:(?P<kind>{'|'.join(_KINDS)})|\{{(?P<name>{_NAME.pattern})\}})(?P<microbatch>\d*)(?:@(?P<peer>\d+))?",
+    re.ASCII,
+)
 _PAIR = re.compile(r"\((?P<forward>[^;()]+);(?P<backward>[^;()]+)\)OVERLAP_F_B")

@@ -24,6 +24,7 @@ COLOURS: dict[Kind, tuple[str, ...]] = {
     Kind.UNSHARD: ("#8d6bb0",),
     Kind.RESHARD: ("#8d6bb0",),
     Kind.REDUCE_GRAD: ("#b0577d",),
+    Kind.CUSTOM: ("#6b6b6b", "#9a9a9a", "#c4c4c4", "#e2e2e2"),
 }
 NAMES = {
     Kind.F: "F forward",
@@ -32,6 +33,7 @@ NAMES = {
     Kind.W: "W backward for weights",
     Kind.UNSHARD: "UNSHARD",
     Kind.REDUCE_GRAD: "REDUCE_GRAD",
+    Kind.CUSTOM: "custom",
 }
 
 
@@ -132,7 +134,8 @@ def _lane(events: Sequence[Event], top: float, scale: float) -> Iterator[Box]:
 def _box(leaf: Action, stages: list[int], x: float, y: float, width: float, height: float, title: str) -> Box:
     shades = COLOURS[leaf.kind]
     shade = min(stages.index(leaf.stage), len(shades) - 1)
-    text = next((t for t in (label(leaf, with_stage=False), str(leaf.microbatch)) if len(t) * LETTER + 4 <= width), "")
+    number = "" if leaf.microbatch is None else str(leaf.microbatch)
+    text = next((t for t in (label(leaf, with_stage=False), number) if len(t) * LETTER + 4 <= width), "")
     ink = "#ffffff" if shade == 0 and leaf.kind is not Kind.W else INK
     return Box(x, y, width, height, shades[shade], text=text, ink=ink, title=title)
 

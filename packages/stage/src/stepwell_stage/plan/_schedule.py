@@ -50,7 +50,9 @@ class Schedule:
     @property
     def has_backward(self) -> bool:
         """Whether anything runs backward."""
-        return any(action.kind is not Kind.F for row in self.actions for action in row)
+        return any(
+            action.kind is not Kind.F and action.kind is not Kind.CUSTOM for row in self.actions for action in row
+        )
 
     def table(self) -> str:
         """The schedule as a table, one line a rank, one column a time slot of equal length, ``.`` where a rank idles.
@@ -91,6 +93,8 @@ class Schedule:
                         raise ScheduleError(
                             f"{self.name}: {leaf} on rank {rank}: that rank holds stages {self.placement.stages_of(rank)}"
                         )
+                    if bit == 0 and microbatch is None:
+                        continue
                     if microbatch is None or not 0 <= microbatch < count:
                         raise ScheduleError(
                             f"{self.name}: {leaf} on rank {rank}: there are microbatches 0 to {count - 1}"
@@ -108,7 +112,7 @@ class Schedule:
             )
 
 
-_BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
+_BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8, Kind.CUSTOM: 0}
 _LEGAL = {False: (bytes([1]), "F"), True: (bytes([1 | 2, 1 | 4 | 8]), "F and B, or F, I and W")}
 
 

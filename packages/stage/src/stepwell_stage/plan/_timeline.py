@@ -109,7 +109,7 @@ _BESIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # run besid
 
 
 def label(action: Action, *, with_stage: bool) -> str:
-    """A compute action's short text: ``F3``, ``5F3``, ``5F3 2B1`` for a pair."""
+    """A compute action's short text: ``F3``, ``5F3``, ``5F3 2B1`` for a pair, ``{offload}3`` for one of the user's own."""
     return " ".join(str(leaf) if with_stage else str(leaf)[len(str(leaf.stage)) :] for leaf in action.leaves)
 
 
@@ -125,6 +125,6 @@ def _cells(action: Action, width: int, *, with_stage: bool) -> str:
     if not action.kind.is_compute:
         return "~" * width
     labels = [label(action, with_stage=with_stage), label(action, with_stage=False)]
-    letter = "&" if action.parts else action.kind.value
+    letter = "&" if action.parts else "*" if action.name else action.kind.value
     text = next((text.replace(" ", "&") for text in labels if len(text) < width), letter)
     return (text + "-" * width)[:width]

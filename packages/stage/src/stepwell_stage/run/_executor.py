@@ -20,6 +20,7 @@ from ..plan._timeline import Event
 from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._agree import Cut
+from ._bind import Around, Handlers, check_handlers
 from ._chunks import with_specs
 from ._loss import LossWeights, check_weights, pack_losses, unpack_losses, weights_of
 from ._microbatch import Batch, batch_size, merge, signature
@@ -69,6 +70,12 @@ class Executor:
             every microbatch.
         share_loss: whether every rank gets the loss, with one more small message for each stage and step. The same on every rank.
         trace: whether to note when each action starts and ends, in :attr:`events`.
+        handlers: what runs in place of actions, by :class:`Kind`, or for custom actions by name. A handler is given an
+            :class:`ActionCall`; what the executor would do itself it runs with ``call.run()``, once, and other things before,
+            after or around it. Gathering and reducing (UNSHARD, RESHARD, REDUCE_GRAD) it may do its own way. The waiting for
+            what an action receives comes before its handler.
+        around_action: functions from an action to a context, such as ``lambda action: nvtx.range(str(action))``, that is entered
+            before each action of the plan and left after it.
 
     Attributes:
         loss: on the last stage's rank, and with ``share_loss`` on every rank, the loss of the last step's or eval's batch: the
@@ -95,6 +102,8 @@ class Executor:
         output_merge_spec: Any = None,
         share_loss: bool = False,
         trace: bool = False,
+        handlers: Handlers | None = None,
+        around_action: Sequence[Around] = (),
     ) -> None:
         self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
         placement = schedule.placement
@@ -124,6 +133,9 @@ class Executor:
         self._args_spec = args_chunk_spec
         self._kwargs_spec = kwargs_chunk_spec
         self._output_spec = output_merge_spec
+        self._handlers = dict(handlers or {})
+        self._around_action = tuple(around_action)
+        check_handlers(self._handlers, self.plan, self.transport.rank)
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
         check_weights(loss_weights, self.plan.num_microbatches)
         self._train = self._make_run(self.plan)
@@ -224,7 +236,16 @@ class Executor:
             return self._run(self._eval, batch, losses, return_outputs=return_outputs, fewer=True)
 
     def _make_run(self, plan: Plan) -> Run:
-        return Run(self.stages, plan, self.wiring, self.transport, self._loss_fn, share_loss=self.share_loss)
+        return Run(
+            self.stages,
+            plan,
+            self.wiring,
+            self.transport,
+            self._loss_fn,
+            share_loss=self.share_loss,
+            handlers=self._handlers,
+            around_action=self._around_action,
+        )
 
     def _run(
         self,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -16,6 +14,7 @@ from stepwell_meta.exceptions import StepwellError
 from stepwell_p2p import ChannelPolicy, Edge, Transport
 from stepwell_p2p.exceptions import PeerFailure, TransportError
 
+from .._compat import is_profiling
 from ..exceptions import StageExecutionError, StageUsageError
 from ..plan._action import Action, Kind
 from ..plan._lower import Plan
@@ -24,26 +23,11 @@ from ..plan._timeline import Event
 from ..plan._wiring import Wiring
 from ._agree import Cut, agree, declared_looks, sweep
 from ._announce import Announcer, Word
+from ._bind import Around, Handlers, bind
 from ._inbox import Inbox
 from ._link import InLink, LinkLooks, LinkPlace, OutLink
 from ._stage import PipelineStage
 from ._stage_run import Known, StageRun, StepData
-
-METHODS = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "backward_input",
-    Kind.W: "backward_weight",
-    Kind.SEND_F: "send_f",
-    Kind.RECV_F: "recv_f",
-    Kind.SEND_B: "send_b",
-    Kind.RECV_B: "recv_b",
-    Kind.WAIT_F: "wait_f",
-    Kind.WAIT_B: "wait_b",
-    Kind.UNSHARD: "unshard",
-    Kind.RESHARD: "reshard",
-    Kind.REDUCE_GRAD: "reduce_grads",
-}
 
 
 @attrs.frozen
@@ -64,6 +48,8 @@ class Run:
         transport: what carries values.
         loss_fn: the loss, on the last stage's rank.
         share_loss: whether :meth:`share` follows each step.
+        handlers: what runs instead of actions' own methods, by kind or name.
+        around_action: contexts around each action.
     """
 
     def __init__(
@@ -75,6 +61,8 @@ class Run:
         loss_fn: Callable[..., torch.Tensor] | None,
         *,
         share_loss: bool,
+        handlers: Handlers,
+        around_action: Sequence[Around],
     ) -> None:
         if transport.size > 1:
             # A transport that does not say which messages share a channel gives each edge its own.
@@ -92,8 +80,8 @@ class Run:
         self._runs = {stage.stage_index: self._stage_run(stage, loss_fn) for stage in stages}
         for place in self._in_links.keys() & self._out_links.keys():
             self._in_links[place].other, self._out_links[place].other = self._out_links[place], self._in_links[place]
-        self._bound = {plan.num_microbatches: self._bind()}
-        self._actions, self._calls = self._bound[plan.num_microbatches]
+        self._now = bind(plan.actions[transport.rank], self._runs, handlers, around_action)
+        self._bound = {plan.num_microbatches: self._now}
         self._failed: str | None = None
         self._first: dict[tuple[int, tuple[int, ...], bool], frozenset[int]] = {}
 
@@ -130,10 +118,8 @@ class Run:
             learned = self._knowledge(cut)
         count = len(learned.cut.sizes)
         if count not in self._bound:
-            pairs = zip(*self._bound[self._plan.num_microbatches], strict=True)
-            some = [pair for pair in pairs if pair[0].microbatch is None or pair[0].microbatch < count]
-            self._bound[count] = [action for action, _ in some], [call for _, call in some]
-        self._actions, self._calls = self._bound[count]
+            self._bound[count] = self._bound[self._plan.num_microbatches].up_to(count)
+        self._now = self._bound[count]
         for stage_run in self._runs.values():
             stage_run.know(learned.known)
         for links in (self._in_links, self._out_links):
@@ -149,7 +135,7 @@ class Run:
         position = -1
         times = [time.perf_counter()]
         try:
-            for call, microbatch in self._calls:
+            for call, microbatch in self._now.in_ranges() if is_profiling() else self._now.calls:
                 position += 1
                 call(microbatch)
                 if trace:
@@ -158,12 +144,12 @@ class Run:
             self._failed = str(error)
             raise
         except StepwellError as error:
-            self._fail(str(error), self._actions[position])
+            self._fail(str(error), self._now.actions[position])
             raise
         except Exception as error:
             raise self._explain(error, position) from error
         except BaseException as error:  # an interrupt: the other ranks must not wait for ever
-            self._fail(f"{type(error).__name__} on rank {self._transport.rank}", self._actions[position])
+            self._fail(f"{type(error).__name__} on rank {self._transport.rank}", self._now.actions[position])
             raise
         finally:
             for stage_run in self._runs.values():
@@ -173,7 +159,7 @@ class Run:
         rank = self._transport.rank
         return tuple(
             Event(rank, action, start, end)
-            for action, start, end in zip(self._actions, times[:-1], times[1:], strict=True)
+            for action, start, end in zip(self._now.actions, times[:-1], times[1:], strict=True)
         )
 
     def share(self, word: bytes | None) -> bytes:
@@ -286,29 +272,6 @@ class Run:
             self._first[key] = frozenset(first.values())
         return self._first[key]
 
-    def _bind(self) -> tuple[list[Action], list[tuple[Callable[[Any], None], int | None]]]:
-        """The plan's actions of this rank as calls. What a compute action takes from another rank it waits for just before.
-
-        Of an overlapped pair the forward runs first: its values leave, and the gradient has more time to arrive.
-        """
-        rank = self._transport.rank
-        actions: list[Action] = []
-        calls: list[tuple[Callable[[Any], None], int | None]] = []
-        for action in (leaf for planned in self._plan.actions[rank] for leaf in planned.leaves):
-            stage_run, microbatch = self._runs[action.stage], action.microbatch
-            if action.kind is Kind.F and any(not link.is_local for link in stage_run.in_links.values()):
-                actions.append(Action(action.stage, Kind.RECV_F, microbatch))
-                calls.append((stage_run.await_f, microbatch))
-            if action.kind.is_backward and any(not link.is_local for link in stage_run.out_links.values()):
-                actions.append(Action(action.stage, Kind.RECV_B, microbatch))
-                calls.append((stage_run.await_b, microbatch))
-            call = getattr(stage_run, METHODS[action.kind])
-            if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                call = functools.partial(call, peer=action.peer)
-            actions.append(action)
-            calls.append((call, microbatch))
-        return actions, calls
-
     def _fail(self, reason: str, action: Action | None) -> None:
         """Tell every rank; what they wait for from here will not come."""
         for inbox in self._inboxes.values():
@@ -325,10 +288,10 @@ class Run:
 
     def _explain(self, error: Exception, position: int) -> StageExecutionError:
         """An error of user code, with the place in the plan where it happened."""
-        action = self._actions[position]
+        action = self._now.actions[position]
         reason = f"{type(error).__name__}: {error}"
         self._fail(reason, action)
-        window = [str(a) for a in self._actions[max(0, position - 3) : position + 4]]
+        window = [str(a) for a in self._now.actions[max(0, position - 3) : position + 4]]
         window[min(position, 3)] = f">>{action}<<"
         rank = self._transport.rank
         return StageExecutionError(
