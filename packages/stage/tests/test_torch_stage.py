@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from torch.distributed.pipelining import microbatch
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional
 
+from stepwell_meta.exceptions import PipeliningMetadataError
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement
-from stepwell_stage import Executor, PipelineStage, Plan, TensorChunkSpec, lower
+from stepwell_p2p.exceptions import PeerFailure
+from stepwell_stage import Executor, PipelineStage, Plan, TensorChunkSpec, lower, tie
+from stepwell_stage.exceptions import StageExecutionError
 from stepwell_stage.schedules import gpipe, interleaved_1f1b, interleaved_zero_bubble, to_csv, zbv
 
 WIDTH = 6
@@ -137,6 +141,90 @@ def every_schedule(steps: int) -> None:
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 2), (4, 1)])
 def test_torchs_schedules_run_over_our_stages(workers: WorkerPool, ranks: int, steps: int) -> None:
     workers.run(every_schedule, ranks, steps, deadline=110)
+
+
+class Breaks(nn.Module):
+    """Raises in the forward, or the backward, of microbatch 2."""
+
+    def __init__(self, module: nn.Module, where: str) -> None:
+        super().__init__()
+        self.module, self.where, self.calls = module, where, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.where == "forward" and self.calls == 4:  # one more runs beforehand, to see what crosses
+            raise ZeroDivisionError("a mistake in the model")
+        y = self.module(x)
+        if self.where == "backward" and self.calls == 4:
+            y.register_hook(lambda grad: 1 // 0)
+        return y
+
+
+def failing() -> list[tuple[str, float]]:
+    """Torch's schedules where one stage raises; what each rank got, and after how many seconds."""
+    size = dist.get_world_size()
+    found = []
+    for kind, where in (
+        (pipelining.ScheduleGPipe, "forward"),
+        (pipelining.Schedule1F1B, "backward"),
+        (pipelining.ScheduleInterleaved1F1B, "forward"),
+        (pipelining.ScheduleZBVZeroBubble, "backward"),
+    ):
+        looped = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+        place = Placement.v if kind is pipelining.ScheduleZBVZeroBubble else Placement.loop
+        ranks = place(2 * size if looped else size, size).ranks
+        transport = C10dTransport(dist.new_group())  # a failure ends the connections of its group
+        stages = stages_on(ranks, transport)
+        for stage in stages:
+            if stage.stage_index == 1:
+                stage.program.module = Breaks(stage.submodule, where)
+        schedule = kind(stages if looped else stages[0], 8, functional.mse_loss)
+        x, y = batch()
+        first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        start = time.monotonic()
+        with pytest.raises((StageExecutionError, PeerFailure)) as failure:
+            schedule.step(*((x,) if first else ()), target=y if last else None)
+        found.append((f"{failure.type.__name__}: {failure.value}", time.monotonic() - start))
+        transport.close()
+    return found
+
+
+def test_p150_when_a_stage_raises_under_torchs_schedules_every_rank_hears_it_in_seconds(workers: WorkerPool) -> None:
+    """The others do not wait for the backend's timeout, though nobody ends."""
+    for rank, found in enumerate(workers.run(failing, 3, deadline=60)):
+        for (words, seconds), action in zip(found, ("1F2", "1B2", "1F2", "1I2"), strict=True):
+            assert seconds < 5, (rank, words, seconds)
+            assert words.startswith("StageExecutionError" if rank == 1 else "PeerFailure: rank 1"), words
+            assert f"stage 1, microbatch 2, action {action}" in words
+            assert "ZeroDivisionError" in words
+
+
+def with_ties() -> str:
+    """A parameter that two stages hold, tied for the executor or not yet."""
+    transport = C10dTransport()
+    (stage,) = stages_on(range(2), transport)
+    if stage.is_last:
+        stage.to_tie = ("embedding",)
+    with pytest.raises(PipeliningMetadataError) as failure:
+        pipelining.ScheduleGPipe(stage, 2, functional.mse_loss).step(
+            *((batch()[0],) if stage.is_first else ()), target=None if stage.is_first else batch()[1]
+        )
+    stage.to_tie = ()
+    executor = Executor(stage, gpipe(2, 2), functional.mse_loss, transport=transport)
+    tie(executor, {"shared": [(0, "weight"), (1, "linear.weight")]})
+    with pytest.raises(PipeliningMetadataError) as other:
+        pipelining.ScheduleGPipe(stage, 2, functional.mse_loss).step(
+            *((batch()[0],) if stage.is_first else ()), target=None if stage.is_first else batch()[1]
+        )
+    transport.close()
+    return f"{failure.value}; {other.value}"
+
+
+def test_p081_ties_are_refused_on_every_rank_before_torchs_schedules_run(workers: WorkerPool) -> None:
+    for words in workers.run(with_ties, 2, deadline=40):
+        assert "stage 1 holds a tied parameter (embedding), and torch's schedules do not add up its gradients" in words
+        assert "stage 0 holds a tied parameter (shared)" in words
+        assert "run them with stepwell_stage.Executor" in words
 
 
 def without_a_transport() -> None:

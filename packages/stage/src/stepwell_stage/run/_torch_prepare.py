@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -25,8 +26,9 @@ from stepwell_p2p import (
     receive_values,
     send_values,
 )
+from stepwell_p2p.exceptions import TransportError
 
-from .._compat import is_torch_stage_name, join_torch_stages, tree_flatten, tree_map
+from .._compat import is_torch_stage_name, join_torch_stages, tree_map
 from ..exceptions import StageExecutionError, StageUsageError
 from ..plan._action import Kind
 from ..plan._wiring import Wiring
@@ -35,10 +37,11 @@ from ._link import LinkLooks, select
 from ._probe import Probe, undisturbed
 from ._program import StageProgram
 from ._torch_run import OpsTransport, TorchRun
-from ._torch_state import HandedBackward, HandedForward, RecvInfo, TorchState, Verdict, own
+from ._torch_state import HandedBackward, HandedForward, RecvInfo, TorchState, Verdict, describe, input_metas, own
 
 if TYPE_CHECKING:
     from ._stage import PipelineStage
+    from ._tie import TiedGroup
 
 _Result = TypeVar("_Result")
 
@@ -56,6 +59,8 @@ class TorchPrepare:
     declared_outputs: ForwardMeta | None
     wires: tuple[Wire, ...] | None
     shapes: str
+    tied: dict[str, TiedGroup]
+    to_tie: tuple[str, ...]
 
     if TYPE_CHECKING:
 
@@ -160,7 +165,7 @@ class TorchPrepare:
         if not self.is_first:
             before = self._hear(received_acc, self.stage_index - 1, OpKind.RECV_F).word
         word, state.heard = pass_on(self._whole, before, self._wiring, cut=Cut((), (0,)), has_backward=has_backward)
-        verdict = Verdict(word)
+        verdict = Verdict(attrs.evolve(word, error=word.error or (self._untied() if has_backward else None)))
         self._say(verdict, self.stage_index + 1, OpKind.SEND_F)
         return verdict
 
@@ -179,6 +184,16 @@ class TorchPrepare:
             raise PipeliningMetadataError(verdict.word.error)
         self._torch.verdict = verdict
         return verdict
+
+    def _untied(self) -> str | None:
+        """Why tied parameters would not stay equal, if there are any."""
+        shared = sorted({*self.to_tie, *(group.name for group in self.tied.values())})
+        if not shared:
+            return None
+        return (
+            f"stage {self.stage_index} holds a tied parameter ({', '.join(shared)}), and torch's schedules do not add up its"
+            " gradients over the stages: run them with stepwell_stage.Executor, or tie nothing"
+        )
 
     def _hear(self, handed: Verdict | None, neighbour: int, kind: OpKind) -> Verdict:
         if self._is_here(neighbour):
@@ -245,6 +260,8 @@ class TorchPrepare:
             )
         if has_backward is not None:
             state.has_backward = has_backward
+        if state.has_backward and (problem := self._untied()) is not None:
+            raise StageUsageError(problem)
         state.chunks = num_microbatches
         handed = None
         if state.verdict is not None and state.verdict.word.static:
@@ -260,7 +277,7 @@ class TorchPrepare:
         transport = state.ops or self._pipe
         state.run = self._new_run(transport, num_microbatches, self.program)
         state.run.learn(looks, outputs)
-        self._describe(state.run, args)
+        describe(state, state.run, args)
         return handed
 
     def _infer_forward(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[TorchRun, HandedForward | None]:
@@ -283,7 +300,7 @@ class TorchPrepare:
         with undisturbed(self.submodule, self.device), torch.set_grad_enabled(state.has_backward):
             probe.arrive(0, forward=True)
             state.value = self._compute("F", 0, lambda: probe.forward(0))
-        self._compare("input", self.declared.inputs, self._input_metas(probe, probe.args[0]))
+        self._compare("input", self.declared.inputs, input_metas(probe, probe.args[0]))
         if self.is_last:
             return probe, None
         probe.send_f(0)
@@ -320,7 +337,7 @@ class TorchPrepare:
         if state.probe is not None and any(look.grads_of(0) is None for look in state.probe.looks.values()):
             handed = self._infer_backward(state.probe, loss_fn, target, received_grad_meta, loss_kwargs or {})
             state.run.learn(state.probe.looks, state.probe.output_meta)
-        self._describe(state.run, None)
+        describe(state, state.run, None)
         return handed
 
     def _infer_backward(
@@ -406,17 +423,22 @@ class TorchPrepare:
             self._whole, transport, ranks, chunks=chunks, has_backward=self._torch.has_backward, program=program
         )
 
-    def _compute(self, action: str, microbatch: int, call: Callable[[], _Result]) -> _Result:
-        """Call it; what a module raises gets the place where it happened."""
+    def _compute(self, action: str, microbatch: int | None, call: Callable[[], _Result]) -> _Result:
+        """Call it; what a module raises gets the place where it happened, and other ranks hear of it instead of waiting."""
+        name = f"{self.stage_index}{action}{'' if microbatch is None else microbatch}"
         try:
             return call()
-        except StepwellError:
+        except TransportError:  # every rank learns of that by itself
             raise
         except Exception as error:
-            name = f"{self.stage_index}{action}{microbatch}"
+            if self._pipe.size > 1:
+                reason = str(error) if isinstance(error, StepwellError) else f"{type(error).__name__}: {error}"
+                self._pipe.abort(reason, stage=self.stage_index, microbatch=microbatch, action=name)
+            if isinstance(error, StepwellError):
+                raise
+            where = "" if microbatch is None else f" microbatch {microbatch},"
             raise StageExecutionError(
-                f"rank {self.group_rank}, stage {self.stage_index}, microbatch {microbatch}, action {name}:"
-                f" {type(error).__name__}: {error}",
+                f"rank {self.group_rank}, stage {self.stage_index},{where} action {name}: {type(error).__name__}: {error}",
                 rank=self.group_rank,
                 stage=self.stage_index,
                 microbatch=microbatch,
@@ -440,53 +462,8 @@ class TorchPrepare:
             if isinstance(meta, TensorMeta)
         )
 
-    def _input_metas(self, run: TorchRun, args: Any) -> tuple[AnyMeta, ...]:
-        """What the inputs look like, by number."""
-        if self.is_first:
-            return tuple(extract_metas([leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]))
-        found: dict[int, AnyMeta] = {}
-        for link in run.in_links.values():
-            metas = run.looks[link.place.source, self.stage_index].values[0].outputs
-            found.update(zip(link.positions or range(len(metas)), metas, strict=True))
-        return tuple(found[number] for number in sorted(found))
-
     def _compare(self, what: str, declared: Sequence[AnyMeta | None] | None, actual: Sequence[AnyMeta | None]) -> None:
         """Say where what was declared differs from what was found; the latter counts."""
         if declared is not None:
             hint = "What was found counts, since not every stage declares its values."
             validate(declared, actual, what=what, stage=self.stage_index, mode="warn", hint=hint)
-
-    def _describe(self, run: TorchRun, args: Any) -> None:
-        """Fill in what comes from where and goes where."""
-        state, index = self._torch, self.stage_index
-        count = 0 if run.output_meta is None else len(run.output_meta.outputs)
-        state.act_send_info = {number: [] for number in range(count)}
-        outs: list[tuple[int, int, AnyMeta | None]] = []
-        for out in run.out_links.values():
-            looks = run.looks[index, out.place.destination]
-            metas = looks.values[0].outputs
-            grads = iter(looks.grads_of(0) or [])
-            for number, meta in zip(out.numbers(len(metas)), metas, strict=True):
-                state.act_send_info[number].append(out.place.destination)
-                outs.append((number, out.place.destination, next(grads, None) if meta.requires_grad else None))
-        for microbatch in range(run.chunks):
-            if args is not None or not self.is_first:
-                state.args_recv_info[microbatch] = tuple(self._described_inputs(run, args))
-            state.grad_recv_info[microbatch] = tuple(
-                RecvInfo(f"gradient of output {number} of stage {index} from stage {source}", source, None, meta)
-                for number, source, meta in outs
-            )
-
-    def _described_inputs(self, run: TorchRun, args: Any) -> list[RecvInfo]:
-        if self.is_first:
-            metas = self._input_metas(run, args)
-            return [RecvInfo(f"argument {n}", None, None, meta, is_root_arg=True) for n, meta in enumerate(metas)]
-        sources: dict[int, tuple[int, int]] = {}
-        for link in run.in_links.values():
-            values = run.looks[link.place.source, self.stage_index].values[0].outputs
-            for number in link.positions or range(len(values)):
-                sources[number] = (link.place.source, len(sources))
-        return [
-            RecvInfo(f"input {n} of stage {self.stage_index}", sources[n][0], None, meta, order=sources[n][1])
-            for n, meta in enumerate(self._input_metas(run, ()))
-        ]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from stepwell_meta import ForwardMeta, TensorMeta
 from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import C10dTransport, Edge, Recv, Rules, Send, Transport
+from stepwell_p2p import C10dTransport, Edge, Handle, Recv, Rules, Send, Transport
 
 from .._compat import tree_flatten, tree_map
 from ..exceptions import StageUsageError
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 class OpsTransport:
-    """Messages as torch's ops, for somebody else to run. Mutable: it keeps them until they are taken.
+    """Messages as torch's ops, for somebody else to start and wait for. Mutable: it keeps them until they are taken.
+
+    Where messages of the process group may be under way in any order, as with gloo, an op starts its message on the stage's
+    transport, so that waiting for it ends as soon as any rank fails. Backends that run a batch as one call, as NCCL does, get
+    their own ops, whose waits end when the transport aborts their communicators.
 
     Implements :class:`stepwell_p2p.Transport` but for its promise to start what is posted.
     """
@@ -51,6 +55,9 @@ class OpsTransport:
     def post(self, batch: Sequence[Send | Recv]) -> _Later:
         """Keep the messages; the handle is waited for when they have been run."""
         ops = self._inner.as_p2p_ops(batch)
+        if self.rules.tagged:
+            for item, op in zip(batch, ops, strict=True):
+                op.op = _Verb(self._inner, item)
         self._ops += ops
         return _Later(
             [(item.meta, op, self._inner.device) for item, op in zip(batch, ops, strict=True) if isinstance(item, Recv)]
@@ -67,6 +74,39 @@ class OpsTransport:
 
     def close(self) -> None:
         """Nothing: the transport belongs to the stage."""
+
+
+class _Verb:
+    """Stands in an op in the place of ``isend`` or ``irecv``: starts the message on a transport."""
+
+    def __init__(self, transport: Transport, item: Send | Recv) -> None:
+        self.__name__ = "isend" if isinstance(item, Send) else "irecv"  # for the op's printed form
+        self._transport = transport
+        self._item = item
+
+    def __call__(self, tensor: torch.Tensor, **_: Any) -> _Work:
+        """Start it; group, peer and tag, which torch passes, are in the message."""
+        item = self._item
+        if isinstance(item, Recv):
+            item = attrs.evolve(item, meta=TensorMeta.from_tensor(tensor), buffer=tensor)
+        return _Work(self._transport.post([item]))
+
+
+@attrs.frozen(eq=False)
+class _Work:
+    """What of a ``torch.distributed.Work`` schedules use."""
+
+    handle: Handle
+
+    def wait(self) -> bool:
+        """Wait for the message.
+
+        Raises:
+            PeerFailure: a rank failed.
+            TransportError: the network failed, or the transport's time is over.
+        """
+        self.handle.wait()
+        return True
 
 
 @attrs.frozen(eq=False)

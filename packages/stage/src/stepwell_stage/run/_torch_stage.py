@@ -72,7 +72,7 @@ class TorchStage(TorchPrepare):
         run = self._running(bwd_chunk_id)
         if not self.has_backward or self.is_first:
             return []
-        run.give_grads(bwd_chunk_id)
+        self._compute("SEND_B", bwd_chunk_id, lambda: run.give_grads(bwd_chunk_id))
         run.send_b(bwd_chunk_id)
         return self._taken()
 
@@ -200,7 +200,7 @@ class TorchStage(TorchPrepare):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients over data-parallel replicas, then scale them; without backward, nothing."""
         if self.has_backward:
-            self.program.reduce_grads()
+            self._compute("REDUCE_GRAD", None, self.program.reduce_grads)
             self.program.reshard()  # some schedules have no action for it, and scaled are the sharded parameters' gradients
             self.scale_grads(grad_scale_factor)
 

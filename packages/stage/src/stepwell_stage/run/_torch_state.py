@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-from stepwell_meta import AnyMeta, ForwardMeta
+from stepwell_meta import AnyMeta, ForwardMeta, extract_metas
 from stepwell_p2p import Transport
 
+from .._compat import tree_flatten
 from ._agree import Word
 from ._link import LinkLooks
 from ._torch_run import OpsTransport, TorchRun
@@ -99,3 +100,57 @@ def own(value: Any) -> Any:
         return value
     copy: torch.Tensor = value.detach().clone().requires_grad_(value.requires_grad)
     return copy
+
+
+def describe(state: TorchState, run: TorchRun, args: Any) -> None:
+    """Fill in what comes from where and goes where.
+
+    Args:
+        state: where to.
+        run: what runs the stage; it knows what crosses.
+        args: on the first stage, one microbatch's arguments, or None to leave what is known of them.
+    """
+    index = run.index
+    count = 0 if run.output_meta is None else len(run.output_meta.outputs)
+    state.act_send_info = {number: [] for number in range(count)}
+    outs: list[tuple[int, int, AnyMeta | None]] = []
+    for out in run.out_links.values():
+        looks = run.looks[index, out.place.destination]
+        metas = looks.values[0].outputs
+        grads = iter(looks.grads_of(0) or [])
+        for number, meta in zip(out.numbers(len(metas)), metas, strict=True):
+            state.act_send_info[number].append(out.place.destination)
+            outs.append((number, out.place.destination, next(grads, None) if meta.requires_grad else None))
+    for microbatch in range(run.chunks):
+        if args is not None or not run.stage.is_first:
+            state.args_recv_info[microbatch] = tuple(_described_inputs(run, args))
+        state.grad_recv_info[microbatch] = tuple(
+            RecvInfo(f"gradient of output {number} of stage {index} from stage {source}", source, None, meta)
+            for number, source, meta in outs
+        )
+
+
+def input_metas(run: TorchRun, args: Any) -> tuple[AnyMeta, ...]:
+    """What a stage's inputs look like, by number; those of the first from its arguments."""
+    if run.stage.is_first:
+        return tuple(extract_metas([leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]))
+    found: dict[int, AnyMeta] = {}
+    for link in run.in_links.values():
+        metas = run.looks[link.place.source, run.index].values[0].outputs
+        found.update(zip(link.positions or range(len(metas)), metas, strict=True))
+    return tuple(found[number] for number in sorted(found))
+
+
+def _described_inputs(run: TorchRun, args: Any) -> list[RecvInfo]:
+    if run.stage.is_first:
+        metas = input_metas(run, args)
+        return [RecvInfo(f"argument {n}", None, None, meta, is_root_arg=True) for n, meta in enumerate(metas)]
+    sources: dict[int, tuple[int, int]] = {}
+    for link in run.in_links.values():
+        values = run.looks[link.place.source, run.index].values[0].outputs
+        for number in link.positions or range(len(values)):
+            sources[number] = (link.place.source, len(sources))
+    return [
+        RecvInfo(f"input {n} of stage {run.index}", sources[n][0], None, meta, order=sources[n][1])
+        for n, meta in enumerate(input_metas(run, ()))
+    ]
