@@ -124,7 +124,7 @@ def test_validate_says_it_all_in_one_error() -> None:
             [torch.zeros(4, 9), torch.zeros(1), PLAIN],
             what="input",
             stage=2,
-            hint="give stage 2 example inputs of this shape",
+            hint="Give stage 2 example inputs of this shape.",
         )
     assert str(caught.value) == (
         "stage 2: 4 differences:\n"
@@ -132,7 +132,7 @@ def test_validate_says_it_all_in_one_error() -> None:
         "  input 0: shape mismatch: expected (4, 8), got (4, 9)\n"
         "  input 0: requires_grad mismatch: expected True, got False\n"
         "  input 1: presence mismatch: expected None, got torch.float32 tensor of shape (1,), stride (1,)\n"
-        "  give stage 2 example inputs of this shape"
+        "  Give stage 2 example inputs of this shape."
     )
     assert caught.value.stage == 2
     assert [(d.where, d.field) for d in caught.value.differences] == [
@@ -148,9 +148,9 @@ def test_validate_says_it_all_in_one_error() -> None:
 def test_one_difference_takes_one_line() -> None:
     with pytest.raises(
         PipeliningMetadataError,
-        match=r"^stage 1: output 0: dtype mismatch: expected torch.float32, got torch.float64; cast it$",
+        match=r"^stage 1: output 0: dtype mismatch: expected torch.float32, got torch.float64\. Cast it\.$",
     ):
-        validate([torch.zeros(1)], [torch.zeros(1, dtype=torch.float64)], what="output", stage=1, hint="cast it")
+        validate([torch.zeros(1)], [torch.zeros(1, dtype=torch.float64)], what="output", stage=1, hint="Cast it.")
     with pytest.raises(PipeliningMetadataError, match=r"^value 0: shape mismatch: .*\(2,\)$"):
         validate([torch.zeros(1)], [torch.zeros(2)], what="value")
 
@@ -235,7 +235,7 @@ def test_every_breach_is_listed_and_counts_more_than_a_warning() -> None:
                 (FROZEN, SHARDED, PLAIN), (GRAD, GRAD, None, None), stage=1, kind="output"
             )
     assert [difference.field for difference in caught.value.differences] == ["count", "presence", "type"]
-    assert "give one gradient for each value" in str(caught.value)
+    assert "Give one gradient for each value" in str(caught.value)
 
 
 def test_a_missing_gradient_only_warns() -> None:

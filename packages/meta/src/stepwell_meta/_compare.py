@@ -131,7 +131,7 @@ def validate(
         stage: The stage's index, for the message.
         mode: "raise" an error, "warn", or only "return" the differences.
         ignore: Fields that may differ; see `diff`.
-        hint: What the user can change, or what happens now; the last line of the message.
+        hint: What the user can change, or what happens now, as a sentence: the end of the message.
 
     Returns:
         All differences, in order; empty if everything fits.
@@ -164,7 +164,7 @@ def _message(stage: int | None, lines: Sequence[str], hint: str) -> str:
     """One line if there is one thing to say, else a heading and a line for each."""
     head = "" if stage is None else f"stage {stage}: "
     if len(lines) == 1:
-        return f"{head}{lines[0]}" + (f"; {hint}" if hint else "")
+        return f"{head}{lines[0]}" + (f". {hint}" if hint else "")
     return "\n  ".join([f"{head}{len(lines)} differences:", *lines, *([hint] if hint else [])])
 
 
@@ -217,7 +217,7 @@ def validate_static_arg_grad_correspondence(
         elif _whole_shape(value) != _whole_shape(grad):
             breaches.append(Difference("shape", _whole_shape(value), _whole_shape(grad), where))
     if breaches:
-        hint = "give one gradient for each value, shaped like it, and None for values that require no grad"
+        hint = "Give one gradient for each value, shaped like it, and None for values that require no grad."
         lines = [str(breach) for breach in breaches]
         raise PipeliningMetadataError(_message(stage, lines, hint), stage=stage, differences=tuple(breaches))
     if missing:
