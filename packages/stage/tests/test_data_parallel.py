@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed._composable.replicate import replicate as replicate_with_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,6 +91,7 @@ def mixed_backwards(ranks: int, microbatches: int) -> Schedule:
 SCHEDULES: list[Callable[[int, int], Schedule]] = [
     gpipe,
     one_f_one_b,
+    looped_bfs,
     zb_h1,
     interleaved_1f1b,
     interleaved_zero_bubble,
@@ -139,16 +141,32 @@ def wrap_replicate(module: nn.Module, mesh: Any) -> nn.Module:
     return replicate(module, mesh=mesh)
 
 
-def executor_on(
-    mesh: Any, wrap: Wrap, schedule: Schedule | Any, layers: list[nn.Module], transport: C10dTransport | None = None
-) -> Executor:
-    placement = schedule.placement
+def stages_on(
+    mesh: Any, wrap: Wrap, placement: Placement, layers: list[nn.Module], **options: Any
+) -> list[PipelineStage]:
     count = placement.num_stages
     stages = []
     for s in placement.stages_of(mesh.get_local_rank("pp")):
         part = nn.Sequential(*layers[LAYERS * s // count : LAYERS * (s + 1) // count])
-        stages.append(PipelineStage(wrap(part, mesh["dp"]), s, count, "cpu"))
+        stages.append(PipelineStage(wrap(part, mesh["dp"]), s, count, "cpu", **options))
+    return stages
+
+
+def executor_on(
+    mesh: Any, wrap: Wrap, schedule: Schedule | Any, layers: list[nn.Module], transport: C10dTransport | None = None
+) -> Executor:
+    stages = stages_on(mesh, wrap, schedule.placement, layers)
     return Executor(stages, schedule, functional.mse_loss, transport=transport or C10dTransport(mesh.get_group("pp")))
+
+
+def grads_of(stages: Sequence[PipelineStage], layers: list[nn.Module]) -> dict[str, torch.Tensor]:
+    """Of the layers that these stages run, under the whole model's names."""
+    return {
+        f"{number}.{name}": whole(parameter.grad).clone()
+        for number, layer in enumerate(layers)
+        if any(layer in stage.submodule.modules() for stage in stages)
+        for name, parameter in layer.named_parameters()
+    }
 
 
 def own_half(mesh: Any, executor: Executor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -167,19 +185,13 @@ def steps_of(wrap: Wrap, schedules: list[Callable[[int, int], Schedule]]) -> dic
     for make in schedules:
         transport = C10dTransport(mesh.get_group("pp"))
         layers = build_layers()
-        names = {id(layer): f"{i}." for i, layer in enumerate(layers)}
         executor = executor_on(mesh, wrap, make(2, 4), layers, transport)
         inputs, target = own_half(mesh, executor)
         steps = []
         for _ in range(2):
             executor.step(*inputs, target=target)
             executor.eval(*inputs, target=target)
-            grads = {}
-            for layer in layers:
-                for stage in executor.stages:
-                    if layer in stage.submodule.modules():
-                        grads |= {names[id(layer)] + n: whole(p.grad).clone() for n, p in layer.named_parameters()}
-            steps.append(grads)
+            steps.append(grads_of(executor.stages, layers))
         found[executor.plan.schedule.name] = steps
         transport.close()
     return found
@@ -217,6 +229,49 @@ def test_gradients_equal_the_plain_model_on_every_replica_and_schedule(
                 for parameter, grad in expected.items():
                     torch.testing.assert_close(found[parameter], (step + 1) * grad, msg=f"{name}, {parameter}")
                     assert torch.equal(found[parameter], (results[0][name][step] | results[2][name][step])[parameter])
+
+
+def torchs_steps(wrap: Wrap) -> dict[str, list[dict[str, Any]]]:
+    """Under torch's own schedules: by schedule and step, the gradients of this rank's layers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    transport = C10dTransport(mesh.get_group("pp"))
+    rank = mesh.get_local_rank("pp")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for kind, placement in (
+        (pipelining.ScheduleGPipe, Placement.loop(2, 2)),
+        (pipelining.Schedule1F1B, Placement.loop(2, 2)),
+        (pipelining.ScheduleLoopedBFS, Placement.loop(4, 2)),
+        (pipelining.ScheduleInterleaved1F1B, Placement.loop(4, 2)),
+        (pipelining.ScheduleInterleavedZeroBubble, Placement.loop(4, 2)),
+        (pipelining.ScheduleZBVZeroBubble, Placement.v(4, 2)),
+    ):
+        layers = build_layers()
+        stages = stages_on(mesh, wrap, placement, layers, transport=transport)
+        schedule = kind(stages if placement.num_stages > 2 else stages[0], 4, functional.mse_loss)
+        x, y = (part[mesh.get_local_rank("dp") * ROWS :][:ROWS] for part in batch())
+        first, last = rank == 0, any(stage.is_last for stage in stages)
+        found[kind.__name__] = []
+        for _ in range(2):
+            for stage in stages:
+                stage.submod.zero_grad()  # torch scales what is there, also what an earlier step left
+            schedule.step(*((x,) if first else ()), target=y if last else None)
+            found[kind.__name__].append(grads_of(stages, layers))
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp, wrap_replicate])
+def test_a15_a16_p125_under_torchs_schedules(workers: WorkerPool, wrap: Wrap) -> None:
+    """A15, A16, P095, P125: reduced once a step, whichever backward is the last one, and split ones too."""
+    results = workers.run(torchs_steps, 4, wrap, deadline=DEADLINE)
+    expected = plain_grads()
+    for name, steps in results[0].items():
+        for step in range(len(steps)):
+            for replica in (0, 1):
+                found = results[replica][name][step] | results[2 + replica][name][step]
+                assert found.keys() == expected.keys()
+                for parameter, grad in expected.items():
+                    torch.testing.assert_close(found[parameter], grad, msg=f"{name}, {parameter}")
 
 
 # DDP.
