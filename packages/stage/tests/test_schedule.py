@@ -12,7 +12,6 @@ from stepwell_p2p import Placement
 from stepwell_stage import Action, Kind, Schedule
 from stepwell_stage.exceptions import ScheduleError
 from stepwell_stage.plan._random import random_schedule
-from stepwell_stage.plan._schedule import in_time
 
 
 def make(*rows: str, num_microbatches: int = 1, ranks: tuple[int, ...] | None = None) -> Schedule:
@@ -84,7 +83,12 @@ def test_p103_a_weight_step_without_its_input_step_is_refused() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_time_respects_what_every_action_needs(seed: int) -> None:
     schedule = random_schedule(random.Random(seed))
-    slot = {leaf: at for _, action, at in in_time(schedule) for leaf in action.leaves}
+    slot = {
+        leaf: at
+        for row, slots in zip(schedule.actions, schedule.slots, strict=True)
+        for action, at in zip(row, slots, strict=True)
+        for leaf in action.leaves
+    }
     last = schedule.placement.num_stages - 1
     for (stage, kind, microbatch, *_), at in slot.items():
         grads = [slot.get(Action(stage + 1, kind, microbatch)) for kind in (Kind.B, Kind.I)]

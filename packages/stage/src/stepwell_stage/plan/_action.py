@@ -54,6 +54,7 @@ class Kind(enum.Enum):
         return self not in _WHOLE_STAGE
 
 
+_TEXTS = {kind: kind.value for kind in Kind}  # an enum's value is looked up through Python code before 3.12
 _COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP, Kind.CUSTOM})
 _WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 _WITH_PEER = frozenset({Kind.RECV_F, Kind.RECV_B})
@@ -81,11 +82,11 @@ class Action(NamedTuple):
     name: str = ""
 
     def __str__(self) -> str:
-        if self.parts:
-            return f"({';'.join(map(str, self.parts))}){self.kind.value}"
-        microbatch = "" if self.microbatch is None else self.microbatch
-        what = f"{{{self.name}}}" if self.name else self.kind.value
-        return f"{self.stage}{what}{microbatch}{'' if self.peer is None else f'@{self.peer}'}"
+        stage, kind, microbatch, peer, parts, name = self
+        if parts:
+            return f"({';'.join(map(str, parts))}){kind.value}"
+        what = f"{{{name}}}" if name else _TEXTS[kind]
+        return f"{stage}{what}{'' if microbatch is None else microbatch}{'' if peer is None else f'@{peer}'}"
 
     @property
     def leaves(self) -> tuple[Action, ...]:

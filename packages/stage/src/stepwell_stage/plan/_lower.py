@@ -17,7 +17,6 @@ actions before the one that takes it. Three rules keep it safe and lean:
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 
 import attrs
@@ -27,7 +26,7 @@ from stepwell_p2p._placement import Placement
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._messages import Messages, Port
-from ._schedule import Schedule, in_time
+from ._schedule import Schedule
 from ._shard import with_data_parallel
 
 
@@ -123,11 +122,11 @@ def lower(
 # Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
 SEND_F, SEND_B, RECV_F, RECV_B = Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B
-WAIT_F, WAIT_B = Kind.WAIT_F, Kind.WAIT_B
+WAIT_F, WAIT_B, CUSTOM = Kind.WAIT_F, Kind.WAIT_B, Kind.CUSTOM
 
 
 class _Lowering:
-    """One run of :func:`lower`; holds the tables that all ranks share."""
+    """One run of :func:`lower`; holds the tables that all ranks share. Messages are numbers, see :class:`Messages`."""
 
     def __init__(self, schedule: Schedule, links: tuple[tuple[int, int], ...], prefetch: int) -> None:
         self.schedule = schedule
@@ -135,96 +134,96 @@ class _Lowering:
         self.count = schedule.num_microbatches
         self.messages = Messages.of(schedule.placement, links, self.count)
         self.answered = schedule.has_backward
-        self.slots: list[list[int]] = [[] for _ in schedule.actions]  # when each action runs, were all equally long
-        size = self.count * schedule.placement.num_stages
-        self.forward, self.backward = [0] * size, [0] * size  # likewise for each stage and microbatch
-        for rank, action, slot in in_time(schedule):
-            self.slots[rank].append(slot)
-            for leaf in action.parts or (action,):
-                if leaf.kind is F:
-                    self.forward[leaf.stage * self.count + (leaf.microbatch or 0)] = slot
-                elif leaf.kind is not W:
-                    self.backward[leaf.stage * self.count + (leaf.microbatch or 0)] = slot
-        self.incoming = self._incoming()
+        stages = range(schedule.placement.num_stages)
+        ranks, ports = schedule.placement.ranks, self.messages.ports
+        # By rank and source rank: the messages in the order in which the source sends them.
+        self.incoming: list[dict[int, list[int]]] = [{} for _ in schedule.actions]
+        # By compute kind and stage: the first number of each message that it takes, with the rank that sends it.
+        self.takes: dict[Kind, list[list[tuple[int, int]]]] = {}
+        # Likewise of each that it makes, with the list in which the receiver finds it.
+        self.gives: dict[Kind, list[list[tuple[int, list[int]]]]] = {}
+        for kind, send, receive in ((F, SEND_F, RECV_F), (B, SEND_B, RECV_B), (I, SEND_B, RECV_B)):
+            self.takes[kind] = [[(port.base, ranks[port.peer]) for port in ports[receive][stage]] for stage in stages]
+            self.gives[kind] = [
+                [(port.base, self._queue(ranks[stage], ranks[port.peer])) for port in ports[send][stage]]
+                for stage in stages
+            ]
+        self.takes[W] = self.takes[CUSTOM] = [[] for _ in stages]
+        self.receivers = [self._receiver(link) for link in range(2 * len(self.messages.links))]
+        size = self.count * len(stages)
+        # By stage and microbatch: the slot after its F, and after its B or I.
+        self.forward, self.backward = [0] * size, [0] * size
+        self._walk()
 
     def rows(self) -> Iterator[list[Action]]:
         """Each rank's actions."""
         for rank in range(len(self.schedule.actions)):
             yield self._row(rank)
 
-    def _incoming(self) -> list[dict[int, deque[tuple[int, Action]]]]:
-        """For each rank, by source rank, the RECVs that the source's sends call for and their messages, in the sends' order."""
-        ranks, ports = self.schedule.placement.ranks, self.messages.ports
-        incoming: list[dict[int, deque[tuple[int, Action]]]] = [{} for _ in self.schedule.actions]
-        calls = {
-            kind: [
-                [
-                    (
-                        port.base,
-                        port.peer,
-                        None if len(ports[receive][port.peer]) == 1 and abs(port.peer - stage) == 1 else stage,
-                        incoming[ranks[port.peer]].setdefault(ranks[stage], deque()),
-                    )
-                    for port in row
-                ]
-                for stage, row in enumerate(ports[send])
-            ]
-            for kind, send, receive in (
-                (F, SEND_F, RECV_F),
-                (B, SEND_B, RECV_B),
-                (I, SEND_B, RECV_B),
-            )
-        }
-        for row in self.schedule.actions:
-            for action in row:
-                for leaf in action.parts or (action,):
-                    if leaf.kind is W:
+    def _queue(self, source: int, destination: int) -> list[int]:
+        return self.incoming[destination].setdefault(source, [])
+
+    def _receiver(self, link: int) -> tuple[int, Kind, int | None]:
+        """Stage and kind of the RECV of a link's messages, and whether it names the source."""
+        source, destination = self.messages.ends(link * self.count)
+        kind = RECV_F if source < destination else RECV_B
+        alone = len(self.messages.ports[kind][destination]) == 1 and abs(source - destination) == 1
+        return destination, kind, None if alone else source
+
+    def _walk(self) -> None:
+        """Note when everything is made, and in which order it is sent."""
+        count, gives, forward, backward = self.count, self.gives, self.forward, self.backward
+        for row, slots in zip(self.schedule.actions, self.schedule.slots, strict=True):
+            for action, slot in zip(row, slots, strict=True):
+                for stage, kind, microbatch, _, _, _ in action[4] or (action,):
+                    if kind is W or kind is CUSTOM or microbatch is None:
                         continue
-                    receive = RECV_F if leaf.kind is F else RECV_B
-                    for base, peer, source, queue in calls[leaf.kind][leaf.stage]:
-                        queue.append((base + leaf.microbatch, Action(peer, receive, leaf.microbatch, source)))  # type: ignore[operator]
-        return incoming
+                    if kind is F:
+                        forward[stage * count + microbatch] = slot + 1
+                    else:
+                        backward[stage * count + microbatch] = slot + 1
+                    for base, queue in gives[kind][stage]:
+                        queue.append(base + microbatch)
 
     def _row(self, rank: int) -> list[Action]:
-        row, slots = self.schedule.actions[rank], self.slots[rank]
+        row, slots, prefetch = self.schedule.actions[rank], self.schedule.slots[rank], self.prefetch
+        takes, receivers, count = self.takes, self.receivers, self.count
+        streams = {source: iter(queue) for source, queue in self.incoming[rank].items()}
         out: list[Action] = []
         posted = set[int]()
         waits: list[tuple[int, int, Action]] = []  # when each may stand, a number to keep ties in order, the WAIT
-        position = 0
-        for done, action in enumerate(row):
-            while position < len(row) and position <= done + self.prefetch:  # what the next actions will take
-                for leaf in row[position].parts or (row[position],):
-                    self._receive(rank, leaf, posted, out)
-                position += 1
-            while waits and waits[0][0] <= slots[done]:
+        for at in range(-prefetch, len(row)):
+            if at + prefetch < len(
+                row
+            ):  # post what this action will take, and what was sent before it on the same edge
+                ahead = row[at + prefetch]
+                for stage, kind, microbatch, _, _, _ in ahead[4] or (ahead,):
+                    for base, source in takes[kind][stage]:
+                        message = base + (microbatch or 0)
+                        if message in posted:
+                            posted.remove(message)
+                            continue
+                        for number in streams[source]:
+                            receiver, receive, named = receivers[number // count]
+                            out.append(Action(receiver, receive, number % count, named))
+                            if number == message:
+                                break
+                            posted.add(number)
+            if at < 0:
+                continue
+            action = row[at]
+            while waits and waits[0][0] <= slots[at]:
                 out.append(heapq.heappop(waits)[2])
             out.append(action)
-            for leaf in action.parts or (action,):
+            for leaf in action[4] or (action,):
                 self._send(leaf, waits, out)
         out.extend(wait for _, _, wait in sorted(waits))
         return out
 
-    def _receive(self, rank: int, action: Action, posted: set[int], out: list[Action]) -> None:
-        """The RECVs that a compute action needs, each after those that were sent before it on the same edge."""
-        if action.kind is W:
-            return
-        ranks = self.schedule.placement.ranks
-        for port in self.messages.ports[RECV_F if action.kind is F else RECV_B][action.stage]:
-            message = port.base + (action.microbatch or 0)
-            if message in posted:
-                posted.remove(message)
-                continue
-            queue = self.incoming[rank][ranks[port.peer]]
-            while True:
-                number, receive = queue.popleft()
-                out.append(receive)
-                if number == message:
-                    break
-                posted.add(number)
-
     def _send(self, action: Action, waits: list[tuple[int, int, Action]], out: list[Action]) -> None:
-        stage, kind, microbatch = action.stage, action.kind, action.microbatch
-        if kind is W:
+        """The SEND behind a compute action; and its WAIT, at once or noted for when all receivers have used the message."""
+        stage, kind, microbatch, _, _, _ = action
+        if kind is W or kind is CUSTOM or microbatch is None:
             return
         consumers = self.messages.ports[SEND_F][stage]
         if kind is F:
@@ -241,13 +240,11 @@ class _Lowering:
             out.append(Action(stage, WAIT_F, microbatch))
 
     def _let_go(
-        self,
-        wait: Action,
-        ports: Iterable[Port],
-        used: list[int],
-        waits: list[tuple[int, int, Action]],
-        number: int,
+        self, wait: Action, ports: tuple[Port, ...], used: list[int], waits: list[tuple[int, int, Action]], number: int
     ) -> None:
-        """Note the WAIT for when all receivers have used the message."""
-        last = max(used[port.peer * self.count + (wait.microbatch or 0)] for port in ports)
-        heapq.heappush(waits, (last + 1, number, wait))
+        offset, count = wait[2] or 0, self.count
+        if len(ports) == 1:
+            last = used[ports[0].peer * count + offset]
+        else:
+            last = max(used[port.peer * count + offset] for port in ports)
+        heapq.heappush(waits, (last, number, wait))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable
 
 import attrs
 
@@ -28,6 +29,9 @@ class Schedule:
         placement: the rank of each stage.
         num_microbatches: M.
         actions: for each rank its compute actions in order.
+        slots: for each rank the time slot of each action, where each takes one slot and starts as early as it may: a stage's F
+            after that of the stage before it, its B or I after its own F and that of the stage behind it, its W after its I; a
+            custom action after the rank's action before it.
 
     Raises:
         ScheduleError: the first wrong action, and why.
@@ -37,6 +41,7 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
+    slots: tuple[array[int], ...] = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -44,8 +49,7 @@ class Schedule:
         if len(self.actions) != self.placement.num_ranks:
             raise ScheduleError(f"{self.name} has {self.placement.num_ranks} ranks but actions for {len(self.actions)}")
         self._check_sets()
-        for _ in in_time(self):  # raises where the order cannot be carried out
-            pass
+        object.__setattr__(self, "slots", _InTime(self).slots())
 
     @property
     def has_backward(self) -> bool:
@@ -64,16 +68,15 @@ class Schedule:
             rank 0: 0F0 0F1  .   .  0B0 0B1
             rank 1:  .  1F0 1F1 1B0 1B1  .
         """
-        slots: list[dict[int, str]] = [{} for _ in self.actions]
-        width = last = 0
-        for rank, action, slot in in_time(self):
-            text = "+".join(map(str, action.leaves))
-            slots[rank][slot] = text
-            width = max(width, len(text))
-            last = max(last, slot)
+        rows = [
+            {slot: "+".join(map(str, action.leaves)) for action, slot in zip(row, slots, strict=True)}
+            for row, slots in zip(self.actions, self.slots, strict=True)
+        ]
+        width = max(len(text) for row in rows for text in row.values())
+        columns = range(1 + max(max(row, default=0) for row in rows))
         lines = []
-        for rank, row in enumerate(slots):
-            cells = " ".join(row.get(slot, ".").center(width) for slot in range(last + 1))
+        for rank, row in enumerate(rows):
+            cells = " ".join(row.get(slot, ".").center(width) for slot in columns)
             lines.append(f"rank {rank}: {cells}".rstrip())
         return "\n".join(lines)
 
@@ -81,19 +84,18 @@ class Schedule:
         count, ranks = self.num_microbatches, self.placement.ranks
         seen = bytearray(count * len(ranks))  # for each stage and microbatch which kinds it has, as bits
         for rank, row in enumerate(self.actions):
+            stages = self.placement.stages_of(rank)
             for action in row:
-                for leaf in action.parts or (action,):
-                    stage, microbatch = leaf.stage, leaf.microbatch
-                    bit = _BITS.get(leaf.kind)
+                for leaf in action[4] or (action,):
+                    stage, kind, microbatch, _, _, _ = leaf
+                    bit = _BITS.get(kind)
                     if bit is None:
                         raise ScheduleError(
                             f"{self.name}: {leaf} on rank {rank}: a schedule holds compute actions only; lower() adds the rest"
                         )
-                    if not 0 <= stage < len(ranks) or ranks[stage] != rank:
-                        raise ScheduleError(
-                            f"{self.name}: {leaf} on rank {rank}: that rank holds stages {self.placement.stages_of(rank)}"
-                        )
-                    if bit == 0 and microbatch is None:
+                    if stage not in stages:
+                        raise ScheduleError(f"{self.name}: {leaf} on rank {rank}: that rank holds stages {stages}")
+                    if microbatch is None and not bit:
                         continue
                     if microbatch is None or not 0 <= microbatch < count:
                         raise ScheduleError(
@@ -116,88 +118,94 @@ _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8, Kind.CUSTOM: 0}
 _LEGAL = {False: (bytes([1]), "F"), True: (bytes([1 | 2, 1 | 4 | 8]), "F and B, or F, I and W")}
 
 
-def in_time(schedule: Schedule) -> Iterator[tuple[int, Action, int]]:
-    """Every action with its rank and time slot, where each action takes one slot and starts as early as it may.
-
-    A stage's F comes after that of the stage before it, its B or I after its own F and that of the stage behind it, its W after
-    its I. An action comes out after all those that it needs.
-
-    Raises:
-        ScheduleError: the order can never be carried out; names the first action of the lowest rank that waits for ever.
-    """
-    walk = _InTime(schedule)
-    ready = list(range(len(schedule.actions)))
-    while ready:
-        rank = ready.pop()
-        for action, slot in walk.advance(rank, ready):
-            yield rank, action, slot
-    for rank, row in enumerate(schedule.actions):
-        if walk.position[rank] < len(row):
-            action = row[walk.position[rank]]
-            missing = walk.name(
-                next(need for leaf in action.leaves for need in walk.needs(leaf) if walk.done[need] < 0)
-            )
-            raise ScheduleError(
-                f"{schedule.name}: {action} on rank {rank} can never run: it needs {missing}, which comes later or waits for it"
-            )
-
-
 # Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
 
 
 class _InTime:
-    """The state of :func:`in_time`. Facts are numbered: first the F of every stage and microbatch, then their B or I, then W."""
+    """A walk in time. Facts are numbered: first the F of every stage and microbatch, then their B or I, then their W."""
 
     def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
         self.rows = schedule.actions
         self.count = schedule.num_microbatches
         self.size = self.count * schedule.placement.num_stages
-        self.done = [-1] * (3 * self.size)  # slot of each fact
-        self.position = [0] * len(self.rows)
-        self.free = [0] * len(self.rows)
+        self.after = [-1] * (3 * self.size)  # by fact: the first slot after it, -1 for not yet
+        self.found: list[list[int]] = [[] for _ in self.rows]
         self.waiters: dict[int, list[int]] = {}
 
-    def needs(self, action: Action) -> tuple[int, ...]:
-        """The facts that an action needs."""
-        at = action.stage * self.count + (action.microbatch or 0)
-        if action.kind is F:
-            return (at - self.count,) if action.stage else ()
-        if action.kind is W:
-            return (self.size + at,)
-        after = self.size + at + self.count
-        return (at, after) if after < 2 * self.size else (at,)
+    def slots(self) -> tuple[array[int], ...]:
+        """The slot of every action.
 
-    def advance(self, rank: int, ready: list[int]) -> Iterator[tuple[Action, int]]:
+        Raises:
+            ScheduleError: the order can never be carried out; names the first action of the lowest rank that waits for ever.
+        """
+        ready = list(range(len(self.rows)))
+        while ready:
+            self._advance(ready.pop(), ready)
+        for rank, row in enumerate(self.rows):
+            at = len(self.found[rank])
+            if at < len(row):
+                raise ScheduleError(
+                    f"{self.schedule.name}: {row[at]} on rank {rank} can never run: it needs {self._missing(row[at])}, which"
+                    " comes later or waits for it"
+                )
+        return tuple(array("l", found) for found in self.found)
+
+    def _advance(self, rank: int, ready: list[int]) -> None:
         """Take a rank's actions until one has to wait; ranks that waited for them become ready."""
-        row, done, count, size = self.rows[rank], self.done, self.count, self.size
-        slot, at = self.free[rank], self.position[rank]
-        while at < len(row):
+        found, after, waiters = self.found[rank], self.after, self.waiters
+        count, size = self.count, self.size
+        slot = found[-1] + 1 if found else 0
+        row, facts = self.rows[rank], list[int]()
+        for at in range(len(found), len(row)):
             action = row[at]
-            for leaf in action.parts or (action,):
-                for need in self.needs(leaf):
-                    before = done[need]
+            facts.clear()
+            for stage, kind, microbatch, _, _, _ in action[4] or (action,):
+                # What an action needs beyond this has come before what it needs: the F of a B's stage, in a chain.
+                fact = stage * count + (microbatch or 0)
+                if kind is F:
+                    need = fact - count
+                elif kind is W:
+                    need, fact = size + fact, 2 * size + fact
+                elif kind is B or kind is I:
+                    need, fact = size + fact + count, size + fact
+                    if need >= 2 * size:  # the last stage's
+                        need = fact - size
+                else:
+                    continue
+                facts.append(fact)
+                if need >= 0:
+                    before = after[need]
                     if before < 0:
-                        self.waiters.setdefault(need, []).append(rank)
-                        self.free[rank], self.position[rank] = slot, at
+                        waiters.setdefault(need, []).append(rank)
                         return
-                    slot = max(slot, before + 1)
-            for leaf in action.parts or (action,):
-                fact = _BLOCK[leaf.kind] * size + leaf.stage * count + (leaf.microbatch or 0)
-                done[fact] = slot
-                if fact in self.waiters:
-                    ready.extend(self.waiters.pop(fact))
-            yield action, slot
+                    if before > slot:
+                        slot = before
+            found.append(slot)
             slot += 1
-            at += 1
-        self.free[rank], self.position[rank] = slot, at
+            for fact in facts:
+                after[fact] = slot
+                if fact in waiters:
+                    ready.extend(waiters.pop(fact))
 
-    def name(self, fact: int) -> str:
-        """A fact in text form."""
+    def _missing(self, action: Action) -> str:
+        """The first thing that an action waits for, in text form."""
+        for stage, kind, microbatch, _, _, _ in action.leaves:
+            at = stage * self.count + (microbatch or 0)
+            if kind is F:
+                needs = [at - self.count] if stage else []
+            elif kind is W:
+                needs = [self.size + at]
+            else:
+                needs = [at, *([self.size + at + self.count] if at + self.count < self.size else [])]
+            for need in needs:
+                if self.after[need] < 0:
+                    return self._name(need)
+        raise AssertionError("an action that waits has something to wait for")
+
+    def _name(self, fact: int) -> str:
         block, at = divmod(fact, self.size)
         stage, microbatch = divmod(at, self.count)
         split = any(Action(stage, I, microbatch) in action.leaves for row in self.rows for action in row)
         return f"{stage}{'F' if block == 0 else 'I' if split else 'B'}{microbatch}"
-
-
-_BLOCK = {F: 0, B: 1, I: 1, W: 2}
