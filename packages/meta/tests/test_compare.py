@@ -16,6 +16,7 @@ from stepwell_meta import (
     MetadataWarning,
     PipeliningMetadataError,
     TensorMeta,
+    UnsupportedValueError,
     diff,
     validate,
     validate_static_arg_grad_correspondence,
@@ -153,6 +154,15 @@ def test_one_difference_takes_one_line() -> None:
         validate([torch.zeros(1)], [torch.zeros(1, dtype=torch.float64)], what="output", stage=1, hint="Cast it.")
     with pytest.raises(PipeliningMetadataError, match=r"^value 0: shape mismatch: .*\(2,\)$"):
         validate([torch.zeros(1)], [torch.zeros(2)], what="value")
+
+
+def test_validate_says_where_something_is_no_tensor() -> None:
+    """A stage that returned a number was told "expected a tensor, got int", without which stage and which output."""
+    with pytest.raises(UnsupportedValueError, match=r"^stage 1: output 1: expected a tensor, got int$") as caught:
+        validate([PLAIN, PLAIN], [PLAIN, 3], what="output", stage=1)  # type: ignore[list-item]
+    assert caught.value.path == "stage 1: output 1"
+    with pytest.raises(UnsupportedValueError, match=r"^output 0: expected a tensor, got str$"):
+        validate(["loss"], [PLAIN], what="output")  # type: ignore[list-item]
 
 
 def test_validate_warns_or_returns() -> None:

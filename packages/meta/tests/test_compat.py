@@ -64,10 +64,10 @@ def test_containers_are_looked_up_at_the_time_of_use() -> None:
         pass
 
     assert _compat.container_rule(Late) is None
-    assert _compat.container_class(lambda cls: cls is Late) is None
+    assert _compat.container_classes(lambda cls: cls is Late) == ()
     _pytree.register_pytree_node(Late, lambda value: (list(value), None), lambda values, _: Late(values))
     assert _compat.container_rule(Late).unflatten_fn([1], None) == Late([1])
-    assert _compat.container_class(lambda cls: cls is Late) is Late
+    assert _compat.container_classes(lambda cls: cls is Late) == (Late,)
 
 
 def test_constants_contain_nothing() -> None:

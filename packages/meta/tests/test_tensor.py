@@ -180,6 +180,7 @@ def test_symbolic_sizes_are_refused() -> None:
         ((2**63,), (1,), torch.uint8, False, "63 bits"),
         ((2**62,), (1,), torch.float32, False, "64-bit addressing"),
         ((2**40, 2**40), (0, 0), torch.float32, False, "64-bit addressing"),
+        ((2**62, 2**62, 0), (1, 1, 1), torch.uint8, False, "64-bit addressing"),  # torch multiplies all, also with a 0
         ((2, 2), (2**62, 2**62), torch.float32, False, "64-bit addressing"),
         ((2.0,), (1,), torch.float32, False, "plain ints"),
         ((True,), (1,), torch.float32, False, "plain ints"),
@@ -195,6 +196,12 @@ def test_what_no_tensor_can_be_is_refused(
 ) -> None:
     with pytest.raises(MetadataError, match=words):
         TensorMeta(shape, stride, dtype, requires_grad)  # type: ignore[arg-type]
+
+
+def test_an_empty_tensor_may_be_as_large_as_torch_lets_it() -> None:
+    for shape in ((2**62, 0), (0, 3, 2**61), (2**31, 0, 2**31)):
+        source = torch.empty(shape, device="meta")
+        assert TensorMeta.from_tensor(source).empty("meta").shape == source.shape
 
 
 def test_a_meta_is_frozen_hashable_and_made_of_plain_values() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 import warnings
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,13 +82,14 @@ def waits_for_ever_here() -> None:
 def test_a_hang_fails_at_the_deadline_with_every_stack_and_the_pool_heals(workers: WorkerPool) -> None:
     before = workers.run(os.getpid, 2)
     start = time.monotonic()
-    # The group's own timeout is the deadline too; rank 1 may notice first. Both ranks must be reported, hung or raised.
     with pytest.raises(WorkerFailure) as failure:
         workers.run(waits_for_ever_here, 2, deadline=2)
     assert time.monotonic() - start < 10
     assert "waits_for_ever_here" in failure.value.outcomes[0].trace
     assert "waits_for_ever_here" in failure.value.outcomes[1].trace
-    assert failure.value.outcomes[0].hung
+    # Also the rank that waits for the other in C++: the group's timeout, which was the deadline itself, does not come first
+    # and leave a rank that is neither in its wait nor done.
+    assert [outcome.hung for outcome in failure.value.outcomes] == [True, True]
 
     after = workers.run(os.getpid, 2)
     assert not set(before) & set(after)
@@ -143,6 +148,92 @@ def test_an_unpicklable_result_is_an_error_not_a_hang(workers: WorkerPool) -> No
         workers.run(threading.Lock, 1, deadline=20)
 
 
+class Unloadable:
+    def __reduce__(self) -> tuple[object, ...]:
+        return operator.truediv, (1, 0)
+
+
+def test_a_result_that_cannot_be_loaded_is_that_ranks_error_and_leaves_no_answer_behind(workers: WorkerPool) -> None:
+    """Rank 0's result raised here while it was put together; rank 1's answer was left over, and became the next call's."""
+
+    def work() -> object:
+        return Unloadable() if dist.get_rank() == 0 else "left over"
+
+    with pytest.raises(WorkerFailure, match="rank 0 raised ZeroDivisionError") as failure:
+        workers.run(work, 2)
+    assert failure.value.outcomes[1].ok
+    assert workers.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_an_interrupted_call_leaves_no_answer_behind(workers: WorkerPool) -> None:
+    """A test's own time limit ended a call here while its ranks ran on; the next test got their answers as its own."""
+
+    def late() -> str:
+        time.sleep(0.5)
+        return "left over"
+
+    def interrupt(number: int, frame: object) -> None:
+        raise TimeoutError("the test took too long")
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
+    try:
+        workers.run(os.getpid, 2)  # started
+        timer.start()
+        with pytest.raises(TimeoutError, match="took too long"):
+            workers.run(late, 2)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert workers.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_rank_that_closes_its_connection_and_lives_on_has_not_returned() -> None:
+    """It counted as a rank that returned None: it had no exit code."""
+
+    def cut_off() -> None:
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    os.close(number)
+        time.sleep(60)
+
+    with WorkerPool(max_size=1) as pool, pytest.MonkeyPatch.context() as patch:
+        pool.run(os.getpid, 1, init_group=False)
+        patch.setattr(pool._workers[0].process, "join", lambda seconds: None)  # it would be waited for 5 s
+        (outcome,) = pool.outcomes(cut_off, 1, deadline=10, init_group=False)
+    assert not outcome.ok
+    assert "it closed its connection and lives on" in outcome.describe()
+
+
+def remembered() -> bool:
+    """Whether an operator's result bears the mesh of this call."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    value = distribute_tensor(torch.ones(4, 2), mesh, (Shard(0), Shard(1)))
+    return (value + value).device_mesh is mesh
+
+
+def test_a_call_meets_no_mesh_of_an_earlier_one(workers: WorkerPool) -> None:
+    """DTensor operators remember meshes: in the second call their results bore the mesh, and the groups, of the first."""
+    assert [workers.run(remembered, 2) for _ in range(2)] == [[True, True], [True, True]]
+
+
+def test_a_module_that_a_test_suite_sends_by_value_stays_so(workers: WorkerPool) -> None:
+    """A call of one of its functions took it off the list, and later calls that only use it failed to import it."""
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        workers.run(rank_and_sum, 1)
+        assert __name__ in cloudpickle.list_registry_pickle_by_value()
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    workers.run(rank_and_sum, 1)
+    assert __name__ not in cloudpickle.list_registry_pickle_by_value()
+
+
 def test_close_ends_the_processes_and_may_be_called_twice() -> None:
     pool = WorkerPool(max_size=2)
     pids = pool.run(os.getpid, 2)
@@ -151,3 +242,5 @@ def test_close_ends_the_processes_and_may_be_called_twice() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    with pytest.raises(ValueError, match="this pool is closed; make a new one"):  # its workers died of a missing folder
+        pool.run(os.getpid, 2)

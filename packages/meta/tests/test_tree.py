@@ -257,11 +257,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "user dict": (UserDict(h=H), "outputs", "collections.UserDict"),
     "container and dataclass": (DictToo(), "outputs", "DictToo"),
     "constructor needs more": (NeedsMore(H, 3), "outputs", "NeedsMore"),
-    "default dict": (defaultdict(list, a=H), "outputs pytree context[0]", "type"),
+    "default dict": ([defaultdict(list, a=H)], "outputs[0] pytree context of collections.defaultdict[0]", "type"),
     "constant": ([Constant(len)], "outputs[0].value", "builtin_function_or_method"),
     "combined flag": ([Bits.A | Bits.B], "outputs[0]", "Bits"),
     "tensor as key": ({H: 1}, "outputs keys", "torch.Tensor"),
-    "tensor in a context": (Keeper(H, [H]), "outputs pytree context[0]", "torch.Tensor"),
+    "tensor in a context": (Keeper(H, [H]), f"outputs pytree context of {__name__}.Keeper[0]", "torch.Tensor"),
     "object as key": ({Plain(): H}, "outputs keys", "Plain"),
 }
 
@@ -274,6 +274,22 @@ def test_anything_else_is_refused_by_name_and_place(value: Any, path: str, name:
     assert caught.value.type_name.endswith(name)
     assert str(caught.value).startswith(f"{path}: cannot send a ")
     assert caught.value.type_name in str(caught.value)
+
+
+class Shy:
+    """A key that does not like to be printed, such as a tensor that is on a busy device."""
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        raise RuntimeError("printed")
+
+
+def test_keys_are_printed_in_messages_only() -> None:
+    """Each output's place was spelled out for a message that nobody needed: a tensor as key was copied from its device."""
+    with pytest.raises(UnsupportedValueError, match=r"^outputs keys: cannot send a \S+Shy to another stage"):
+        normalize_outputs({Shy(): H})
 
 
 def test_a_value_in_itself_is_refused() -> None:
@@ -297,6 +313,24 @@ def test_a_registered_container_without_a_tensor_in_its_context_is_fine() -> Non
     outputs = normalize_outputs(Keeper(H, {"a": [1, None]}))
     rebuilt = decode(encode(outputs.structure)).rebuild(outputs.leaves)
     assert (rebuilt.h, rebuilt.kept) == (H, {"a": [1, None]})
+
+
+def test_two_registered_containers_of_one_name_are_refused_unless_one_is_passed() -> None:
+    """A class that was defined and registered twice, as in a notebook, was rebuilt as the first of the two, unasked."""
+
+    def make() -> type:
+        class Twice(list[Any]):
+            pass
+
+        _pytree.register_pytree_node(Twice, lambda value: (list(value), None), lambda values, _: Twice(values))
+        return Twice
+
+    first, second = make(), make()
+    arrived = decode(encode(normalize_outputs(second([H])).structure))
+    with pytest.raises(MetadataError, match=r"2 different classes called \S+Twice are registered .* pass the one"):
+        arrived.rebuild([H])
+    assert type(arrived.rebuild([H], classes=[second])) is second
+    assert type(arrived.rebuild([H], classes=[first])) is first
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

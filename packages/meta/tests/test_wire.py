@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+import traceback
 import tracemalloc
 from typing import Any
 
@@ -218,6 +219,45 @@ def test_nesting_is_bounded_on_both_sides() -> None:
         decode(HEADER + b"\x0f" + b"\x02\x01\x00\x00\x01" * 200 + b"\x00")
     with pytest.raises(DecodeError, match="may not be here"):  # StageMeta within StageMeta
         decode(HEADER + b"\x0c" + b"\x08\x01\x0c" * 300000)
+
+
+def deep_in_a_program(frames: int, data: bytes) -> Any:
+    return decode(data) if frames == 0 else deep_in_a_program(frames - 1, data)
+
+
+@pytest.mark.parametrize("piece", [b"\x08\x01", b"\x0f" + b"\x02\x01\x00\x00\x01"], ids=["tuples", "structures"])
+def test_nesting_that_python_has_no_stack_left_for_is_a_decode_error(piece: bytes) -> None:
+    """Within the limit on nesting, but decoded deep in a program: a peer's bytes raised RecursionError."""
+    head, rest = piece[:-5] or b"", piece[-5:]
+    data = HEADER + head + rest * 127 + b"\x00"
+    decode(data)
+    spare = sys.getrecursionlimit() - sum(1 for _ in traceback.walk_stack(None)) - 150
+    with pytest.raises(DecodeError, match="nested deeper than the rest of Python's stack allows"):
+        deep_in_a_program(spare, data)
+
+
+def many_offsets(axes: int) -> bytes:
+    """A mesh key with 2 ranks along each of so many axes, that has offsets where strides would do."""
+    out = bytearray(HEADER + bytes([0x0B, 2, axes]) + b"\x02" * axes)
+    for offset in range(2**axes):
+        value = offset << 1
+        while value > 0x7F:
+            out.append(value & 0x7F | 0x80)
+            value >>= 7
+        out.append(value)
+    return bytes(out)
+
+
+def test_a_mesh_of_many_axes_takes_time_and_words_for_its_ranks_only() -> None:
+    """Half a million offsets on 18 axes took over a second, and the message had all of them in it."""
+    data = many_offsets(16)
+    start = time.process_time()
+    with pytest.raises(
+        MetadataError, match=r"offsets \(0, 1, 2, 3, 4, 5, 6, 7, … 65536 in all\) are described"
+    ) as caught:
+        decode(data)
+    assert time.process_time() - start < 0.5  # 0.1 s measured, most of it for reading the numbers
+    assert len(str(caught.value)) < 200
 
 
 def test_size_is_bounded_on_both_sides() -> None:

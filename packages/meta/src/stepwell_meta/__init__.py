@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ._compare import Difference, diff, validate, validate_static_arg_grad_correspondence
+from ._compat import forget_meshes
 from ._dtensor import DTensorMeta, mesh_key
 from ._extract import derive_grad_metas, extract_meta, extract_metas, to_local_if_dtensor
 from ._inference import InferenceMode, needs_dynamic
@@ -45,6 +46,7 @@ __all__ = [
     "encode",
     "extract_meta",
     "extract_metas",
+    "forget_meshes",
     "mesh_key",
     "needs_dynamic",
     "normalize_outputs",

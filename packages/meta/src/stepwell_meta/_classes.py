@@ -83,15 +83,17 @@ def _can_be_called_with(cls: type, arguments: Sequence[str | None]) -> bool:
 
 
 def make(cls: type, fields: Fields, values: Sequence[Any]) -> Any:
-    """An instance whose fields hold ``values``, made by the class's own constructor.
+    """An instance whose fields hold exactly ``values``, made by the class's own constructor.
 
-    Fields that the constructor does not take are set afterwards, also on frozen classes.
+    The constructor sets what the class keeps beside its fields. What it makes of the fields themselves was done once, when
+    the value was made first: a ``__post_init__`` or converter that scales a tensor must not scale it a second time. So
+    every field that does not hold its value is set afterwards, also on frozen classes.
     """
     if fields.kind == "named tuple":
         return cls._make(values)  # type: ignore[attr-defined]
     pairs = tuple(zip(fields.names, fields.arguments, values, strict=True))
     made = cls(**{argument: value for _, argument, value in pairs if argument is not None})
-    for name, argument, value in pairs:
-        if argument is None:
+    for name, _, value in pairs:
+        if getattr(made, name, made) is not value:  # the instance itself stands for "not set"
             object.__setattr__(made, name, value)
     return made

@@ -86,6 +86,7 @@ def diff(
 
     Raises:
         MetadataError: ``ignore`` names no field of a meta.
+        UnsupportedValueError: A value is neither a meta nor a tensor that has one.
 
     Example:
         >>> print(*diff(torch.zeros(4, 8), torch.zeros(4, 9), where="input 0"))
@@ -138,7 +139,8 @@ def validate(
 
     Raises:
         PipeliningMetadataError: Something differs and ``mode`` is "raise".
-        MetadataError: ``mode`` is none of the three.
+        UnsupportedValueError: A value is neither a meta nor a tensor that has one; the message says which.
+        MetadataError: ``mode`` is none of the three, or ``ignore`` names no field of a meta.
 
     Example:
         >>> [str(d) for d in validate([torch.zeros(2)], [None], what="input", mode="return")]
@@ -149,7 +151,9 @@ def validate(
     differences: list[Difference] = []
     if len(expected) != len(actual):
         differences.append(Difference("count", len(expected), len(actual), f"{what}s"))
-    for index, (left, right) in enumerate(zip(expected, actual, strict=False)):
+    label = what if stage is None else f"stage {stage}: {what}"
+    metas = (extract_metas(values, allow_none=True, what=label) for values in (expected, actual))
+    for index, (left, right) in enumerate(zip(*metas, strict=False)):
         differences.extend(diff(left, right, ignore=ignore, where=f"{what} {index}"))
     found = tuple(differences)
     if found and mode != "return":

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import placement_types
 
-__all__ = ["LOADED_LATE", "AsyncCollectiveTensor", "FakeTensor", "StridedShard", "container_class", "container_rule"]
+__all__ = [
+    "LOADED_LATE",
+    "AsyncCollectiveTensor",
+    "FakeTensor",
+    "StridedShard",
+    "container_classes",
+    "container_rule",
+    "forget_meshes",
+]
 
 # Seen in 2.11 to 2.14. Without it, fake tensors are refused like any other tensor subclass.
 try:
@@ -42,7 +50,24 @@ StridedShard: Any = getattr(placement_types, "_StridedShard", None)
 
 # Modules that torch imports by itself at the first DTensor, DDP or compiled module, which takes seconds: loaded once by the
 # server that workers are forked from. Seen in 2.13; one that is not there is passed over.
-LOADED_LATE = ("torch._dynamo", "torch.distributed.tensor")
+LOADED_LATE = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.tensor.debug")
+
+
+def forget_meshes() -> None:
+    """Make DTensor operators forget the meshes they have met. Call it after torch.distributed was initialised anew.
+
+    torch remembers an operator's result by shapes and mesh, and takes two meshes over the same ranks for one. So in a process
+    that destroyed its process groups and made them again, a result may bear the mesh, and the groups, of before. What is
+    forgotten costs about a millisecond for each operator that runs again.
+
+    ``torch.distributed.tensor.debug._clear_sharding_prop_cache``: seen in 2.11 to 2.14. Without it, a process that makes its
+    groups anew may meet the old ones in results of DTensor operators.
+    """
+    try:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    except ImportError:
+        return
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def container_rule(cls: type) -> Any:
@@ -54,6 +79,7 @@ def container_rule(cls: type) -> Any:
     return None if rule is None or _is_constant(cls) else rule
 
 
-def container_class(matches: Callable[[type], bool]) -> type | None:
-    """The first class that is registered with torch's pytree and matches."""
-    return next((cls for cls in _registered if isinstance(cls, type) and matches(cls)), None)
+def container_classes(matches: Callable[[type], bool]) -> tuple[type, ...]:
+    """Every class that is registered with torch's pytree and matches, oldest first."""
+    registered = tuple(_registered)  # another rank's thread may register one meanwhile
+    return tuple(cls for cls in registered if isinstance(cls, type) and matches(cls))

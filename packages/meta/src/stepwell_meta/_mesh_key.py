@@ -13,7 +13,6 @@ rank. Three rules make the key of a grid unique:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -40,11 +39,16 @@ def _optional_ints(values: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _affine_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major offsets that strides give; the first is 0."""
-    return tuple(
-        sum(i * s for i, s in zip(index, stride, strict=True))
-        for index in itertools.product(*(range(n) for n in shape))
-    )
+    """Row-major offsets that strides give; the first is 0. One axis after the other: the time is that of the last one."""
+    offsets = [0]
+    for size, step in zip(shape, stride, strict=True):
+        offsets = [offset + index * step for offset in offsets for index in range(size)]
+    return tuple(offsets)
+
+
+def _few(values: Sequence[int]) -> str:
+    """Numbers for a message, cut where they are many."""
+    return str(tuple(values)) if len(values) <= 64 else f"({', '.join(map(str, values[:8]))}, … {len(values)} in all)"
 
 
 @attrs.frozen
@@ -119,9 +123,9 @@ class MeshKey:
         if any(type(offset) is not int or abs(offset) > MAX_RANK for offset in offsets):
             raise MetadataError("mesh offsets must be ints that a rank can hold")
         if offsets[0] != 0 or len(set(offsets)) != len(offsets):
-            raise MetadataError(f"mesh offsets must start with 0 and differ from each other, got {offsets}")
+            raise MetadataError(f"mesh offsets must start with 0 and differ from each other, got {_few(offsets)}")
         if _stride_of(self.shape, offsets) is not None:
-            raise MetadataError(f"mesh offsets {offsets} are described by strides: use MeshKey.from_ranks")
+            raise MetadataError(f"mesh offsets {_few(offsets)} are described by strides: use MeshKey.from_ranks")
 
     @classmethod
     def from_ranks(
@@ -138,7 +142,7 @@ class MeshKey:
         """
         shape = tuple(shape)
         if len(ranks) != math.prod(shape) or len(set(ranks)) != len(ranks) or not ranks:
-            raise MetadataError(f"a mesh of shape {shape} needs {math.prod(shape)} distinct ranks, got {ranks}")
+            raise MetadataError(f"a mesh of shape {shape} needs {math.prod(shape)} distinct ranks, got {_few(ranks)}")
         offsets = tuple(rank - ranks[0] for rank in ranks)
         stride = _stride_of(shape, offsets)
         if stride is None:
@@ -154,7 +158,7 @@ class MeshKey:
             text = f"({', '.join(f'{name}={size}' for name, size in pairs)})"
         if self.offsets is None:
             return f"{text}, stride {self.stride}"
-        return f"{text}, ranks at offsets {self.offsets}"
+        return f"{text}, ranks at offsets {_few(self.offsets)}"
 
 
 def _stride_of(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -8,6 +8,7 @@ loaded already) serve the next.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,6 +28,8 @@ import attrs
 from stepwell_meta._compat import LOADED_LATE
 from stepwell_meta._worker import Answer, Call, serve
 from stepwell_meta.exceptions import StepwellError
+
+_MARGIN = 5.0  # seconds that the process group's timeout is longer than the deadline of the call
 
 
 class WorkerFailure(StepwellError):
@@ -84,8 +88,9 @@ class WorkerPool:
 
     Example::
 
-        with WorkerPool() as pool:
-            ranks = pool.run(torch.distributed.get_rank, 4)   # [0, 1, 2, 3]
+        if __name__ == "__main__":   # in a script: as with any multiprocessing, new processes import its file
+            with WorkerPool() as pool:
+                ranks = pool.run(torch.distributed.get_rank, 4)   # [0, 1, 2, 3]
 
     Args:
         max_size: most ranks that one call may have.
@@ -98,7 +103,7 @@ class WorkerPool:
         self._numbers = itertools.count()
         self._directory = tempfile.TemporaryDirectory(prefix="stepwell-pool-")
         self._workers: list[_Worker] = []
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch", "torch.distributed", *LOADED_LATE, "cloudpickle", "stepwell_meta._worker"]
@@ -123,13 +128,15 @@ class WorkerPool:
             function: what to call.
             world_size: number of ranks.
             args: positional arguments of the function.
-            deadline: seconds until the call is given up; also the timeout of the process group.
+            deadline: seconds until the call is given up. The process group's timeout is a little longer, so that a rank which
+                waits for ever is reported with the stack of its wait.
             init_group: whether the ranks get a default process group.
             kwargs: keyword arguments of the function.
 
         Raises:
             WorkerFailure: a rank raised, died, or was not done in time. Once one rank has failed the others get two more
                 seconds, so the message holds each rank's own error, or its stack.
+            ValueError: there are not so many ranks, or the pool is closed.
         """
         outcomes = self.outcomes(
             function, world_size, *args, deadline=deadline, grace=2.0, init_group=init_group, **kwargs
@@ -160,7 +167,12 @@ class WorkerPool:
             grace: seconds that the other ranks get after the first has failed; None: until the deadline.
             init_group: as in :meth:`run`.
             kwargs: as in :meth:`run`.
+
+        Raises:
+            ValueError: there are not so many ranks, or the pool is closed.
         """
+        if self._store is None:
+            raise ValueError("this pool is closed; make a new one")
         if not 1 <= world_size <= self.max_size:
             raise ValueError(f"world_size must be 1 to {self.max_size} (the pool's max_size), not {world_size}")
         payload = _pickle_by_value(function, args, kwargs)
@@ -168,21 +180,28 @@ class WorkerPool:
         self._grow(world_size)
         workers = self._workers[:world_size]
         start = time.monotonic()
-        for rank, worker in enumerate(workers):
-            worker.connection.send(Call(number, rank, world_size, init_group, deadline, payload))
-        outcomes = self._collect(workers, start, deadline, grace)
-        if not all(outcome.ok for outcome in outcomes):
-            # A failed call may leave threads, groups or half-sent messages behind; no later test shall meet them.
-            for worker in workers:
-                worker.kill()
-            self._workers = self._workers[world_size:]
+        kept = False
+        try:
+            for rank, worker in enumerate(workers):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died; its end of file will say so
+                    worker.connection.send(Call(number, rank, world_size, init_group, deadline + _MARGIN, payload))
+            outcomes = self._collect(workers, start, deadline, grace)
+            kept = all(outcome.ok for outcome in outcomes)
+        finally:
+            if not kept:
+                # A call that failed, or was interrupted here (by a test's own time limit, say), may leave threads, groups,
+                # half-sent messages or answers that nobody read behind; no later call shall meet them.
+                for worker in workers:
+                    worker.kill()
+                self._workers = self._workers[world_size:]
         return outcomes
 
     def close(self) -> None:
-        """End every process. Safe to call twice."""
+        """End every process and give back what the pool holds. Safe to call twice."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
+        self._store = None
         self._directory.cleanup()
 
     def __enter__(self) -> Self:
@@ -245,10 +264,15 @@ class _Worker:
             answer: Answer = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join(5)
+            if self.process.exitcode is None:
+                return Outcome(rank, hung=True, trace="(it closed its connection and lives on)", seconds=seconds)
             return Outcome(rank, exit_code=self.process.exitcode, seconds=seconds)
         if answer.error is not None:
             return Outcome(rank, error=answer.error, trace=answer.trace, seconds=seconds)
-        return Outcome(rank, value=cloudpickle.loads(answer.payload), seconds=seconds)
+        try:
+            return Outcome(rank, value=cloudpickle.loads(answer.payload), seconds=seconds)
+        except Exception as error:  # the result's class may run anything while it is put together again
+            return Outcome(rank, error=type(error).__name__, trace=traceback.format_exc(), seconds=seconds)
 
     def kill(self) -> None:
         self.process.kill()
@@ -260,13 +284,15 @@ class _Worker:
 def _stacks(workers: Sequence[_Worker]) -> list[str]:
     """The stacks of all threads of workers that are still running, asked for at once and waited for together."""
     for worker in workers:
-        if worker.process.is_alive():
+        with contextlib.suppress(ProcessLookupError):  # it ended just now
             os.kill(worker.process.pid, signal.SIGUSR1)
     stacks = [""] * len(workers)
     end = time.monotonic() + 2.0
     while time.monotonic() < end:
         time.sleep(0.05)  # a dump has no end mark: take it once it stopped growing
-        seen = [worker.stack_path.read_text() if worker.stack_path.exists() else "" for worker in workers]
+        seen = [
+            worker.stack_path.read_text(errors="replace") if worker.stack_path.exists() else "" for worker in workers
+        ]
         if seen == stacks and all(stacks):
             break
         stacks = seen
@@ -278,14 +304,14 @@ def _pickle_by_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     import cloudpickle
 
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    by_value = module is not None and hasattr(module, "__file__") and not _importable_anywhere(module.__name__)
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
+    name = module.__name__ if module is not None and hasattr(module, "__file__") else ""
+    if not name or _importable_anywhere(name) or name in cloudpickle.list_registry_pickle_by_value():
+        return bytes(cloudpickle.dumps((function, args, kwargs)))
+    cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps((function, args, kwargs)))
     finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _importable_anywhere(module_name: str) -> bool:

@@ -50,9 +50,10 @@ def check_layout(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.d
             )
         if not (0 <= size <= MAX_BYTES and 0 <= step <= MAX_BYTES):
             raise MetadataError(f"sizes and strides must fit in 63 bits, got shape {shape} and stride {stride}")
-        numel *= size
-        extent += (size - 1) * step
-    if numel and max(numel, extent) * dtype.itemsize > MAX_BYTES:
+        numel *= max(size, 1)  # torch multiplies all sizes, also where one of them is 0
+        extent += max(size - 1, 0) * step
+    needed = numel if 0 in shape else max(numel, extent) * dtype.itemsize
+    if needed > MAX_BYTES:
         raise MetadataError(f"a tensor of shape {shape}, stride {stride} and dtype {dtype} exceeds 64-bit addressing")
 
 

@@ -27,7 +27,7 @@ import attrs
 import torch
 
 from ._classes import class_map, class_name, fields_of, make
-from ._compat import container_class, container_rule
+from ._compat import container_classes, container_rule
 from ._tensor import type_name
 from .exceptions import MetadataError, UnsupportedValueError
 
@@ -51,8 +51,9 @@ KINDS = (
 )
 _SEQUENCES: dict[type, str] = {tuple: "tuple", list: "list", torch.Size: "torch.Size"}
 
-# Where a value sits: the path of what holds it, and a last step such as "[0]" or ".mask".
-_Path: TypeAlias = "tuple[_Path, str] | None"
+# Where a value sits: the path of what holds it, and a last step such as "[{!r}]" with its key. Spelled out for messages only:
+# printing a key may run anything, and a tensor that somebody used as one is printed by copying it from its device.
+_Path: TypeAlias = "tuple[_Path, str, Any] | None"
 
 
 @attrs.frozen
@@ -229,12 +230,12 @@ class _Walker:
             )
         depth += 1
         if (kind := _SEQUENCES.get(cls)) is not None:
-            children = tuple(self.walk(item, (path, f"[{i}]"), depth) for i, item in enumerate(value))
+            children = tuple(self.walk(item, (path, "[{}]", i), depth) for i, item in enumerate(value))
             return Branch(kind, children)
         if cls is dict or cls is OrderedDict:
-            children = tuple(self.walk(item, (path, f"[{key!r}]"), depth) for key, item in value.items())
+            children = tuple(self.walk(item, (path, "[{!r}]", key), depth) for key, item in value.items())
             kind = "dict" if cls is dict else "ordered dict"
-            return Branch(kind, children, self._static(tuple(value), (path, " keys"), depth))
+            return Branch(kind, children, self._static(tuple(value), (path, " keys", None), depth))
         return self._walk_class(cls, value, path, depth)
 
     def _walk_class(self, cls: type, value: Any, path: _Path, depth: int) -> Tree:
@@ -243,12 +244,11 @@ class _Walker:
             branch = Branch("enum", (), (Static(value.name),), name)
         elif (rule := container_rule(cls)) is not None:
             items, context = rule.flatten_fn(value)
-            children = tuple(self.walk(item, (path, f"[{i}]"), depth) for i, item in enumerate(items))
-            branch = Branch(
-                "registered container", children, self._static((context,), (path, " pytree context"), depth), name
-            )
+            children = tuple(self.walk(item, (path, "[{}]", i), depth) for i, item in enumerate(items))
+            place = (path, " pytree context of {}", type_name(value))
+            branch = Branch("registered container", children, self._static((context,), place, depth), name)
         elif (fields := fields_of(cls)) is not None and all(hasattr(value, field) for field in fields.names):
-            children = tuple(self.walk(getattr(value, field), (path, f".{field}"), depth) for field in fields.names)
+            children = tuple(self.walk(getattr(value, field), (path, ".{}", field), depth) for field in fields.names)
             branch = Branch(fields.kind, children, tuple(Static(field) for field in fields.names), name)
         else:
             raise UnsupportedValueError(
@@ -273,8 +273,8 @@ class _Walker:
 def _spell(path: _Path) -> str:
     steps = []
     while path is not None:
-        path, step = path
-        steps.append(step)
+        path, step, value = path
+        steps.append(step.format(value))
     return "".join(reversed(steps))
 
 
@@ -318,7 +318,7 @@ def _build_class(tree: Branch, keys: list[Any], children: list[Any], known: Mapp
     cls = known.get(tree.type_name)
     if tree.kind == "registered container":
         if cls is None:
-            cls = container_class(lambda registered: class_name(registered) == tree.type_name)
+            cls = _registered_as(tree.type_name)
         rule = None if cls is None else container_rule(cls)
         if rule is None:
             raise MetadataError(
@@ -340,6 +340,17 @@ def _build_class(tree: Branch, keys: list[Any], children: list[Any], known: Mapp
             "use the same code on every rank"
         )
     return make(cls, fields, children)
+
+
+def _registered_as(name: str) -> type | None:
+    """The class of a name that is registered with torch's pytree."""
+    found = container_classes(lambda registered: class_name(registered) == name)
+    if len(found) > 1:
+        raise MetadataError(
+            f"{len(found)} different classes called {name} are registered with torch's pytree: rename them, or pass the one "
+            "that is meant in `classes`"
+        )
+    return found[0] if found else None
 
 
 def _show(tree: Tree) -> str:

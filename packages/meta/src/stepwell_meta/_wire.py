@@ -63,5 +63,11 @@ def decode(data: bytes | bytearray | memoryview, *, classes: Iterable[type] = ()
         return reader.message()
     except IndexError as error:
         raise DecodeError(f"metadata is cut short after {size} bytes", offset=size) from error
+    except RecursionError as error:  # within the limit on nesting, but the caller has used up most of Python's stack
+        raise DecodeError(
+            f"metadata is nested deeper than the rest of Python's stack allows at byte {reader.at}: decode it nearer to the "
+            "top of the program, or raise sys.setrecursionlimit",
+            offset=reader.at,
+        ) from error
     except UnicodeDecodeError as error:
         raise DecodeError(f"metadata has a string that is not UTF-8 at byte {reader.at}", offset=reader.at) from error

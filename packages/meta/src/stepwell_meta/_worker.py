@@ -2,12 +2,13 @@
 
 A worker serves one call at a time. A call comes with a function, its rank and its world size; the worker makes a gloo
 default process group of exactly that size, calls the function, destroys the group and answers. The group lives as long as
-the call, so a test can neither see nor spoil the groups of another.
+the call, and what DTensor operators remember of meshes goes with it, so a test can neither see nor spoil the groups of another.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
+
+from stepwell_meta._compat import forget_meshes
 
 
 @attrs.frozen
@@ -54,6 +57,7 @@ def serve(connection: Connection, store_port: int, stack_path: str) -> None:
     stack_file = open(stack_path, "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True, chain=False)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=30))
+    gc.freeze()  # torch's own objects stay; tests that collect garbage need not look at a million of them each time
 
     while True:
         try:
@@ -89,3 +93,4 @@ def _run(call: Call, store: Any, cloudpickle: Any, dist: Any) -> Answer:
         # In a failed call this also closes the sockets, which is what wakes the peers that still wait for this rank.
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_meshes()
