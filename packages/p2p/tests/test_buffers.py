@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
 
 from stepwell_meta import TensorMeta
-from stepwell_p2p import BufferPool, Edge, LoopbackFabric, Op, OpKind, Recv, Send, Transport
-from stepwell_p2p.exceptions import P2PUsageError
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import (
+    BufferPool,
+    C10dTransport,
+    Edge,
+    LoopbackFabric,
+    Op,
+    OpKind,
+    Placement,
+    Recv,
+    Send,
+    Transport,
+    _buffers,
+)
 
 META = TensorMeta((4,), (1,), torch.float32)
 
@@ -21,12 +34,13 @@ def test_memory_is_used_again_by_a_new_tensor() -> None:
     where = first.data_ptr()
     first.requires_grad_().register_hook(lambda grad: grad)
     first.grad = torch.ones(4)
-    pool.give(first)
+    assert pool.in_flight == 1
     del first
+    assert pool.in_flight == 0
     second = pool.take(META)
     assert second.data_ptr() == where
     assert (second.requires_grad, second.grad, second._backward_hooks) == (False, None, None)
-    assert (pool.allocated, pool.in_flight, pool.most_in_flight) == (1, 1, 1)
+    assert (pool.allocated, pool.in_flight) == (1, 1)
 
 
 def test_memory_that_a_graph_or_a_view_still_uses_is_not_handed_out() -> None:
@@ -35,38 +49,52 @@ def test_memory_that_a_graph_or_a_view_still_uses_is_not_handed_out() -> None:
     value = pool.take(META)
     value.fill_(3)
     out = (value * weight).sum()  # keeps value for its backward
-    pool.give(value)
     del value
     other = pool.take(META)
     other.fill_(-1)
     out.backward()
     assert torch.equal(weight.grad, torch.full((4,), 3.0))
     view = other[:2]
-    pool.give(other)
+    detached = other.detach()
     del other
-    assert pool.take(META).data_ptr() != view.data_ptr()
-    assert pool.allocated == 3
+    third = pool.take(META)
+    assert third.data_ptr() != view.data_ptr()
+    assert pool.allocated == 2  # the graph's was free by then
+    del view
+    assert pool.take(META).data_ptr() != detached.data_ptr()
 
 
 def test_layouts_have_their_own_memory() -> None:
     pool = BufferPool("cpu")
     a = pool.take(TensorMeta((2, 3), (1, 2), torch.float32))
     assert a.stride() == (1, 2)
-    pool.give(a)
     del a
     assert pool.take(TensorMeta((2, 3), (3, 1), torch.float32)).stride() == (3, 1)
     assert pool.allocated == 2
-    pool.clear()
 
 
-def test_what_is_not_out_cannot_come_back() -> None:
+def test_memory_of_looks_that_do_not_come_any_more_is_freed() -> None:
+    """Where each microbatch has its own shape, the pool must not grow with every step."""
     pool = BufferPool("cpu")
-    buffer = pool.take(META)
-    pool.give(buffer)
-    with pytest.raises(P2PUsageError, match="still out"):
-        pool.give(buffer)
-    with pytest.raises(P2PUsageError):
-        pool.give(torch.ones(4))
+    kept = pool.take(META)
+    old = []
+    for size in range(8):
+        buffer = pool.take(TensorMeta((size,), (1,), torch.float32))
+        old.append(weakref.ref(buffer.untyped_storage()))
+        del buffer
+    bases = sum(len(bases) for bases in pool._bases.values())
+    assert bases == 2  # the one in use, and the last
+    kept.fill_(1)
+    pool.clear()
+    assert kept.tolist() == [1.0] * 4
+
+
+def test_without_use_counts_nothing_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_buffers, "memory_users", lambda tensor: None)
+    pool = BufferPool("cpu")
+    assert pool.take(META).data_ptr() != 0
+    pool.take(META)
+    assert (pool.allocated, pool.in_flight) == (2, 0)
 
 
 class InPlace(torch.nn.Module):
@@ -88,17 +116,20 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[tuple[str, i
     return order + [("B", microbatch) for microbatch in range(microbatches - warm, microbatches)]
 
 
-def run_stage(transport: Transport, microbatches: int, result: dict[int, tuple[BufferPool, torch.Tensor]]) -> None:
-    """A pipeline by hand: receive into a buffer, compute, send; give the buffer back after the backward."""
-    rank, size, module, pool = transport.rank, transport.size, InPlace(), BufferPool("cpu")
+def run_stage(transport: Transport, microbatches: int, pool: BufferPool, meta: TensorMeta, *, give: bool) -> float:
+    """A pipeline by hand: receive, compute, send. The pool's buffers are given by hand, or the transport takes them itself."""
+    rank, size, module = transport.rank, transport.size, InPlace()
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     sent = []
+
+    def receive(op: Op) -> torch.Tensor:
+        return transport.post([Recv(op, meta, pool.take(meta) if give else None)]).wait()[0]
+
     for action, microbatch in one_f_one_b(rank, size, microbatches):
         if action == "F":
-            x = torch.full((4,), float(microbatch))
+            x = torch.full(meta.shape, float(microbatch))
             if rank > 0:
-                recv = Op(OpKind.RECV_F, Edge(rank - 1, rank), rank - 1, microbatch)
-                (x,) = transport.post([Recv(recv, META, pool.take(META))]).wait()
+                x = receive(Op(OpKind.RECV_F, Edge(rank - 1, rank), rank - 1, microbatch))
             x.requires_grad_()
             kept[microbatch] = (x, module(x))
             if rank < size - 1:
@@ -106,42 +137,63 @@ def run_stage(transport: Transport, microbatches: int, result: dict[int, tuple[B
                 sent.append(transport.post([Send(op, kept[microbatch][1].detach())]))
         else:
             x, out = kept.pop(microbatch)
-            grad = torch.ones(4)
+            grad = torch.ones(meta.shape)
             if rank < size - 1:
-                recv = Op(OpKind.RECV_B, Edge(rank + 1, rank), rank + 1, microbatch)
-                (grad,) = transport.post([Recv(recv, META, pool.take(META))]).wait()
+                grad = receive(Op(OpKind.RECV_B, Edge(rank + 1, rank), rank + 1, microbatch))
             out.backward(grad)
             if rank > 0:
                 op = Op(OpKind.SEND_B, Edge(rank, rank - 1), rank, microbatch)
                 sent.append(transport.post([Send(op, x.grad, owned=True)]))
-                pool.give(x)
-            if rank < size - 1:
-                pool.give(grad)
             del x, out, grad
     for handle in sent:
         handle.wait()
-    result[rank] = (pool, module.scale.grad)
+    return module.scale.grad.item()
+
+
+def plain_grads(microbatches: int, meta: TensorMeta) -> list[float]:
+    plain = torch.nn.Sequential(*(InPlace() for _ in range(4)))
+    for microbatch in range(microbatches):
+        plain(torch.full(meta.shape, float(microbatch))).sum().backward()
+    return [module.scale.grad.item() for module in plain]
 
 
 @pytest.mark.parametrize("microbatches", [4, 64])
 def test_p135_buffers_are_as_many_as_microbatches_in_flight(microbatches: int) -> None:
     """64 microbatches through 4 stages under 1F1B; the stages work in place; gradients are those of the plain model."""
-    fabric, result = LoopbackFabric(4), {}
-    threads = [
-        threading.Thread(target=run_stage, args=(fabric.transport(rank), microbatches, result)) for rank in range(4)
-    ]
+    fabric, grads, pools = LoopbackFabric(4), [0.0] * 4, [BufferPool("cpu") for _ in range(4)]
+
+    def run(rank: int) -> None:
+        grads[rank] = run_stage(fabric.transport(rank), microbatches, pools[rank], META, give=True)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    plain = torch.nn.Sequential(*(InPlace() for _ in range(4)))
-    for microbatch in range(microbatches):
-        plain(torch.full((4,), float(microbatch))).sum().backward()
-    for rank, module in enumerate(plain):
-        pool, grad = result[rank]
-        assert torch.allclose(grad, module.scale.grad)
-        activations = min(4 - rank, microbatches) if rank > 0 else 0
-        gradients = 1 if rank < 3 else 0
-        assert pool.most_in_flight == activations + gradients
+    assert grads == pytest.approx(plain_grads(microbatches, META))
+    for rank, pool in enumerate(pools):
+        assert pool.allocated == most_in_flight(rank, microbatches)
         assert pool.in_flight == 0
-        assert pool.allocated <= activations + gradients
+
+
+def most_in_flight(rank: int, microbatches: int) -> int:
+    return (min(4 - rank, microbatches) if rank > 0 else 0) + (1 if rank < 3 else 0)
+
+
+LARGE = TensorMeta((1 << 15,), (1,), torch.float32)
+
+
+def over_gloo() -> tuple[float, int, int]:
+    transport = C10dTransport(placement=Placement.loop(4, 4))
+    grad = run_stage(transport, 64, transport.buffers, LARGE, give=False)
+    found = grad, transport.buffers.allocated, transport.buffers.in_flight
+    transport.close()
+    return found
+
+
+def test_p135_the_transport_does_it_by_itself_for_large_values(workers: WorkerPool) -> None:
+    found = workers.run(over_gloo, 4)
+    assert [grad for grad, _, _ in found] == pytest.approx(plain_grads(64, LARGE), rel=1e-5)
+    for rank, (_, allocated, in_flight) in enumerate(found):
+        assert allocated == most_in_flight(rank, 64)
+        assert in_flight == 0

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell_meta import TensorMeta
-from stepwell_p2p import Edge, LoopbackFabric, Op, OpKind, PackingTransport, Recv, Route, Send, plan_packs
+from stepwell_p2p import Edge, LoopbackFabric, Op, OpKind, Packing, Transport, plan_packs
 from stepwell_p2p.exceptions import P2PUsageError
-from stepwell_p2p.testing import TRANSPORT_CHECKS, RecordingTransport, ThreadFabric, check_transport
+from stepwell_p2p.testing import RecordingTransport
 
 EDGE = Edge(0, 1)
 VALUES = (
@@ -18,30 +18,34 @@ VALUES = (
     torch.tensor(True),
     torch.randn(1 << 15),  # 128 KiB: not small
     torch.empty(0, 4, dtype=torch.int16),
-    torch.randn(3, dtype=torch.complex64),
+    torch.randn(3, dtype=torch.complex64).conj(),
 )
+METAS = [TensorMeta.from_tensor(value) for value in VALUES]
 
 
-def op(index: int, microbatch: int = 0) -> Op:
-    return Op(OpKind.SEND_F, EDGE, 0, microbatch, index)
+def ops(count: int = len(VALUES)) -> list[Op]:
+    return [Op(OpKind.SEND_F, EDGE, 0, 0, index) for index in range(count)]
 
 
-def ends(values: tuple[torch.Tensor, ...] = VALUES) -> tuple[PackingTransport, PackingTransport, RecordingTransport]:
+def ends() -> tuple[RecordingTransport, Transport]:
     fabric = LoopbackFabric(2)
-    recorder = RecordingTransport(fabric.transport(0))
-    table = {Route(EDGE, 0, is_forward=True): plan_packs([TensorMeta.from_tensor(value) for value in values])}
-    return PackingTransport(recorder, table), PackingTransport(fabric.transport(1), table), recorder
+    return RecordingTransport(fabric.transport(0)), fabric.transport(1)
+
+
+def cross(packing: Packing, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """The values at the other end, and the sizes of the messages."""
+    sender, receiver = ends()
+    names = ops(len(values))
+    sender.post(packing.sends(names, values)).wait()
+    handle = packing.unpack(receiver.post(packing.recvs([op.mirror for op in names])))
+    got = handle.wait()
+    assert got is handle.wait()
+    return list(got), sender.sizes
 
 
 def test_small_values_travel_as_one_message_and_large_ones_alone() -> None:
-    sender, receiver, recorder = ends()
-    sender.post([Send(op(index), value) for index, value in enumerate(VALUES)]).wait()
-    assert len(recorder.sizes) == 2
-    handle = receiver.post(
-        [Recv(op(index).mirror, TensorMeta.from_tensor(value)) for index, value in enumerate(VALUES)]
-    )
-    got = handle.wait()
-    assert got is handle.wait()
+    got, sizes = cross(Packing(METAS), list(VALUES))
+    assert sorted(sizes) == [32 + 16 + 32, 1 << 17]  # 24 and 1 bytes, nothing, 24 bytes, each from a multiple of 16 on
     for ours, theirs in zip(got, VALUES, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()
@@ -50,11 +54,7 @@ def test_small_values_travel_as_one_message_and_large_ones_alone() -> None:
 
 def test_a_write_to_one_value_is_no_write_to_another() -> None:
     """They share memory, not version counters: autograd must not think that a saved value has changed."""
-    sender, receiver, _ = ends()
-    sender.post([Send(op(index), value) for index, value in enumerate(VALUES)]).wait()
-    got = receiver.post(
-        [Recv(op(index).mirror, TensorMeta.from_tensor(value)) for index, value in enumerate(VALUES)]
-    ).wait()
+    got, _ = cross(Packing(METAS), list(VALUES))
     leaf = got[0].requires_grad_()
     loss = (leaf * leaf).sum()
     got[1].fill_(False)
@@ -63,23 +63,26 @@ def test_a_write_to_one_value_is_no_write_to_another() -> None:
     assert torch.equal(leaf.grad, 2 * VALUES[0])
 
 
-def test_members_come_in_one_batch_and_as_planned() -> None:
-    sender, receiver, _ = ends()
-    with pytest.raises(P2PUsageError, match=r"\[3, 4\] are not in the same batch"):
-        sender.post([Send(op(index), VALUES[index]) for index in (0, 1, 2)])
-    with pytest.raises(P2PUsageError, match=r"planned as torch\.bool of shape \(\) in a pack, but is torch\.float32"):
-        receiver.post([Recv(op(1).mirror, TensorMeta((2,), (1,), torch.float32))])
+def test_what_needs_no_copy_is_not_copied() -> None:
+    """A value alone, and a large one, are sent from their own memory."""
+    packing = Packing(METAS)
+    by_index = {send.op.index: send for send in packing.sends(ops(), VALUES)}
+    assert by_index[2].tensor is VALUES[2]
+    alone = torch.ones(2)
+    (send,) = Packing([TensorMeta.from_tensor(alone)]).sends(ops(1), [alone], owned=True)
+    assert (send.tensor, send.owned) == (alone, True)
+    assert packing.messages[0] == (0, TensorMeta((80,), (1,), torch.uint8))
 
 
-def test_other_stages_edges_and_single_values_are_left_alone() -> None:
-    sender, receiver, recorder = ends()
-    other = Op(OpKind.SEND_F, EDGE, 1, 0)
-    sender.post([Send(other, torch.ones(2))]).wait()
-    assert torch.equal(
-        receiver.post([Recv(other.mirror, TensorMeta((2,), (1,), torch.float32))]).wait()[0], torch.ones(2)
-    )
-    assert recorder.sizes == [8]
-    assert plan_packs([TensorMeta((2,), (1,), torch.float32), None]) == ()
+def test_other_values_than_planned_are_refused_before_anything_leaves() -> None:
+    packing = Packing(METAS)
+    with pytest.raises(P2PUsageError, match="expected 5 values to pack, got 4"):
+        packing.sends(ops(4), VALUES[:4])
+    wrong = (*VALUES[:1], torch.ones(2), *VALUES[2:])
+    with pytest.raises(
+        P2PUsageError, match=r"value 1 is planned as torch\.bool of shape \(\) in a pack, but is torch\.flo"
+    ):
+        packing.sends(ops(), wrong)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -95,12 +98,12 @@ def test_packs_hold_each_small_value_once_without_overlap(sizes: list[int | None
         assert all(end <= start for end, start in zip(ends_at, [*pack.offsets[1:], pack.nbytes], strict=True))
 
 
-def test_it_is_a_transport() -> None:
-    def make(size: int) -> ThreadFabric:
-        return ThreadFabric(size, lambda: in_pack(LoopbackFabric(size)))
-
-    check_transport(make, checks=[check for check in TRANSPORT_CHECKS if check.name != "thousands"])
-
-
-def in_pack(fabric: LoopbackFabric) -> object:
-    return lambda rank: PackingTransport(fabric.transport(rank), {})
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 200), max_size=8))
+def test_any_values_arrive(sizes: list[int]) -> None:
+    values = [torch.randint(255, (size,), dtype=torch.uint8) for size in sizes]
+    packing = Packing([TensorMeta.from_tensor(value) for value in values], small=100)
+    got, messages = cross(packing, values)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, values, strict=True))
+    small = sum(size <= 100 for size in sizes)
+    assert len(messages) == len(packing.messages) == len(sizes) - max(0, small - 1)

@@ -8,7 +8,7 @@ from stepwell_p2p._channels import Channel, ChannelMap, ChannelPolicy, channels_
 from stepwell_p2p._cycle import Blocked
 from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._order import OrderProof, prove_order
-from stepwell_p2p._pack import Pack, PackingTransport, Route, plan_packs
+from stepwell_p2p._pack import Pack, Packing, plan_packs
 from stepwell_p2p._placement import Edge, Placement, Wire, chain_wires
 from stepwell_p2p._step import Post, Step, Wait, Work
 from stepwell_p2p._transport import Handle, Recv, Rules, Send, Transport
@@ -33,12 +33,11 @@ __all__ = [
     "OpKind",
     "OrderProof",
     "Pack",
-    "PackingTransport",
+    "Packing",
     "PendingOp",
     "Placement",
     "Post",
     "Recv",
-    "Route",
     "Rules",
     "Send",
     "Step",

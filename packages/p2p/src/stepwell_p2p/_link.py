@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 
@@ -37,9 +36,10 @@ _links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Link]] = weakref.
 _links_lock = threading.Lock()
 
 
-@attrs.define(eq=False)
 class Flight:
     """One message under way on a backend; mutable because it ends.
+
+    A plain class with slots: two are made for every message.
 
     Attributes:
         op: which message.
@@ -49,11 +49,14 @@ class Flight:
         done: whether it was waited for.
     """
 
-    op: Op
-    work: Any
-    tensor: torch.Tensor
-    number: int
-    done: bool = False
+    __slots__ = ("done", "number", "op", "tensor", "work")
+
+    def __init__(self, op: Op, work: Any, tensor: torch.Tensor, number: int) -> None:
+        self.op = op
+        self.work = work
+        self.tensor = tensor
+        self.number = number
+        self.done = False
 
     @property
     def form(self) -> str:

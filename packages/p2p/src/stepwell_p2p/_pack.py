@@ -6,21 +6,17 @@ decide alike, from sizes only, which values travel together and where in the mes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import attrs
 import torch
 
 from stepwell_meta import TensorMeta
 
-from ._layout import bytes_of, check_buffer, place, row_major
+from ._layout import bytes_of, place, row_major
 from ._op import Op
-from ._transport import Handle, Recv, Rules, Send, Transport
+from ._transport import Handle, Recv, Send
 from .exceptions import P2PUsageError
-
-if TYPE_CHECKING:
-    from ._placement import Edge
 
 _ALIGNMENT = 16  # bytes; every dtype may start there
 SMALL = 1 << 16
@@ -28,26 +24,11 @@ SMALL = 1 << 16
 
 
 @attrs.frozen
-class Route:
-    """All messages of one stage on one edge in one direction, whatever their microbatch.
-
-    Attributes:
-        edge: from which rank to which.
-        stage: the sender's stage.
-        is_forward: whether values, or gradients, travel.
-    """
-
-    edge: Edge
-    stage: int
-    is_forward: bool
-
-
-@attrs.frozen
 class Pack:
     """Values that travel as one message.
 
     Attributes:
-        indices: their ops' indices, ascending; the message goes under the first.
+        indices: which of the values, ascending; the message goes under the op of the first.
         metas: what they look like.
         offsets: where each one starts, in bytes.
         nbytes: how long the message is.
@@ -58,6 +39,30 @@ class Pack:
     offsets: tuple[int, ...]
     nbytes: int
 
+    def load(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The message, from its values in order; on the device of the first.
+
+        Raises:
+            P2PUsageError: a value looks otherwise than planned.
+        """
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
+        for index, tensor, meta, offset in zip(self.indices, tensors, self.metas, self.offsets, strict=True):
+            if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+                raise P2PUsageError(
+                    f"value {index} is planned as {meta.dtype} of shape {meta.shape} in a pack, but is {tensor.dtype} of shape"
+                    f" {tuple(tensor.shape)}"
+                )
+            message[offset : offset + meta.nbytes].copy_(bytes_of(row_major(tensor)))
+        return message
+
+    def unload(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """The values in a message: tensors of their own over its memory, none tied to the others' writes."""
+        found = []
+        for meta, offset in zip(self.metas, self.offsets, strict=True):
+            value = message[offset : offset + meta.nbytes].view(meta.dtype).view(meta.shape).data
+            found.append(place(value, meta, message.device))
+        return found
+
 
 def plan_packs(metas: Sequence[TensorMeta | None], *, small: int = SMALL) -> tuple[Pack, ...]:
     """Which values of one microbatch travel together: all small ones, if there are two or more.
@@ -65,7 +70,7 @@ def plan_packs(metas: Sequence[TensorMeta | None], *, small: int = SMALL) -> tup
     Pure: both ends compute the same from the same metas.
 
     Args:
-        metas: the value of each op index; None where nothing crosses.
+        metas: the values, in order; None where nothing crosses.
         small: up to how many bytes a value counts as small.
     """
     chosen = [(index, meta) for index, meta in enumerate(metas) if meta is not None and meta.nbytes <= small]
@@ -79,183 +84,83 @@ def plan_packs(metas: Sequence[TensorMeta | None], *, small: int = SMALL) -> tup
     return (Pack(indices, looks, tuple(offsets), at),)
 
 
-class PackingTransport:
-    """Carries small values together over another transport.
+class Packing:
+    """How several values travel from one stage to another in each microbatch: small ones together, each other alone.
 
-    Both ends make one with the same table. All members of a pack are posted in one batch, at either end.
+    Both ends make one from the same metas, and post what it makes of their values; one that has nothing to pack changes
+    nothing and copies nothing.
 
     Example::
 
-        table = {Route(Edge(0, 1), stage=0, is_forward=True): plan_packs(metas_that_cross)}
-        transport = PackingTransport(C10dTransport(), table)
-
-    Implements :class:`stepwell_p2p.Transport`.
+        packing = Packing(metas)                                                # on both ranks
+        transport.post(packing.sends(ops, values)).wait()                       # on the one
+        values = packing.unpack(transport.post(packing.recvs(ops))).wait()      # on the other
 
     Args:
-        inner: what carries the messages.
-        packs: what travels together, see :func:`plan_packs`.
-        device: where received values shall be; that of the inner transport.
+        metas: what the values look like.
+        small: up to how many bytes a value counts as small.
+
+    Attributes:
+        messages: of each message the index of its first value, and what it looks like.
     """
 
-    def __init__(
-        self, inner: Transport, packs: Mapping[Route, Sequence[Pack]], *, device: torch.device | str = "cpu"
-    ) -> None:
-        self.inner = inner
-        self.device = torch.device(device)
-        self._packs = {(lane, index): pack for lane, group in packs.items() for pack in group for index in pack.indices}
-        self._seats: dict[Op, _Seat | None] = {}
+    def __init__(self, metas: Sequence[TensorMeta], *, small: int = SMALL) -> None:
+        self._count = len(metas)
+        self._pack = next(iter(plan_packs(metas, small=small)), None)
+        packed = self._pack.indices if self._pack is not None else ()
+        messages = {index: meta.without_grad() for index, meta in enumerate(metas) if index not in packed}
+        if self._pack is not None:
+            messages[packed[0]] = TensorMeta((self._pack.nbytes,), (1,), torch.uint8)
+        self.messages = tuple(sorted(messages.items()))
 
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.inner.rank
+    def sends(self, ops: Sequence[Op], tensors: Sequence[torch.Tensor], *, owned: bool = False) -> list[Send]:
+        """A batch that sends the values.
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self.inner.size
-
-    @property
-    def rules(self) -> Rules:
-        """Those of the inner transport."""
-        return self.inner.rules
-
-    def post(self, batch: Sequence[Send | Recv]) -> Handle:
-        """Start every message; see :meth:`stepwell_p2p.Transport.post`.
+        Args:
+            ops: an op for each value; those of messages are used.
+            tensors: the values.
+            owned: whether the sender gives their memory away, see :class:`Send`.
 
         Raises:
-            P2PUsageError: members of a pack are missing from the batch, or look otherwise than the table says.
+            P2PUsageError: other values than planned.
         """
-        messages: list[Send | Recv] = []
-        parcels: list[_Parcel] = []  # one for each receive of the batch
-        open_packs: dict[Op, _Open] = {}
-        received = 0
-        for item in batch:
-            seat = self._seat_of(item.op)
-            if seat is None:
-                messages.append(item)
-                if isinstance(item, Recv):
-                    parcels.append(_Parcel(received, item, None))
-                    received += 1
-                continue
-            begun = open_packs.get(seat.head)
-            if begun is None:
-                begun = open_packs[seat.head] = _Open(seat.pack, set(seat.pack.indices), received)
-                messages.append(self._message(item, seat, begun))
-                received += isinstance(item, Recv)
-            _check_member(item, seat)
-            if isinstance(item, Send):
-                _load(begun.memory, item, seat)
-            else:
-                parcels.append(_Parcel(begun.number, item, seat))
-            begun.missing.discard(item.op.index)
-            if not begun.missing:
-                del open_packs[seat.head]
-        for head, begun in open_packs.items():
-            raise P2PUsageError(
-                f"{head} travels with values {begun.pack.indices} of its stage and microbatch as one message,"
-                f" but {sorted(begun.missing)} are not in the same batch"
-            )
-        return _Unpacking(self.inner.post(messages), parcels, self.device)
+        pack = self._pack
+        if pack is None:
+            return [Send(op, tensor, owned=owned) for op, tensor in zip(ops, tensors, strict=True)]
+        if len(tensors) != self._count:
+            raise P2PUsageError(f"expected {self._count} values to pack, got {len(tensors)}")
+        head = pack.indices[0]
+        message = pack.load([tensors[index] for index in pack.indices])
+        return [
+            Send(ops[index], message, owned=True) if index == head else Send(ops[index], tensors[index], owned=owned)
+            for index, _ in self.messages
+        ]
 
-    def abort(
-        self, reason: str, *, stage: int | None = None, microbatch: int | None = None, action: str | None = None
-    ) -> None:
-        """See :meth:`stepwell_p2p.Transport.abort`."""
-        self.inner.abort(reason, stage=stage, microbatch=microbatch, action=action)
+    def recvs(self, ops: Sequence[Op]) -> list[Recv]:
+        """A batch that receives the values, to be posted as often as they come; its handle goes through :meth:`unpack`."""
+        return [Recv(ops[index], meta) for index, meta in self.messages]
 
-    def close(self) -> None:
-        """Close the inner transport."""
-        self._seats.clear()
-        self.inner.close()
-
-    def _seat_of(self, op: Op) -> _Seat | None:
-        try:
-            return self._seats[op]
-        except KeyError:
-            pack = self._packs.get((Route(op.edge, op.stage, op.kind.is_forward), op.index))
-            seat = None
-            if pack is not None:
-                position = pack.indices.index(op.index)
-                head = attrs.evolve(op, index=pack.indices[0])
-                seat = _Seat(pack, head, pack.metas[position], pack.offsets[position])
-            self._seats[op] = seat
-            return seat
-
-    def _message(self, item: Send | Recv, seat: _Seat, begun: _Open) -> Send | Recv:
-        if isinstance(item, Recv):
-            return Recv(seat.head, TensorMeta((seat.pack.nbytes,), (1,), torch.uint8))
-        begun.memory = torch.empty(seat.pack.nbytes, dtype=torch.uint8, device=self.device)
-        return Send(seat.head, begun.memory, owned=True)
-
-
-@attrs.frozen
-class _Seat:
-    """Where one op's value stands in its pack; resolved once for each op."""
-
-    pack: Pack
-    head: Op
-    meta: TensorMeta
-    offset: int
-
-    def view(self, message: torch.Tensor) -> torch.Tensor:
-        """This value's part of a message: a tensor of its own over the message's memory, not tied to the others' writes."""
-        flat = message[self.offset : self.offset + self.meta.nbytes]
-        return flat.view(self.meta.dtype).view(self.meta.shape).data
-
-
-@attrs.define(eq=False)
-class _Open:
-    """A pack of which a batch has shown some members; mutable until it has shown all."""
-
-    pack: Pack
-    missing: set[int]
-    number: int  # which receive of the inner batch it is
-    memory: torch.Tensor = attrs.field(factory=lambda: torch.empty(0))
-
-
-@attrs.frozen(eq=False)
-class _Parcel:
-    """How one receive of a batch gets its value from the inner batch's."""
-
-    number: int
-    recv: Recv
-    seat: _Seat | None
+    def unpack(self, handle: Handle) -> Handle:
+        """A handle on the values, from one on the messages."""
+        return handle if self._pack is None else _Unpacking(handle, self._pack, self)
 
 
 class _Unpacking:
     """A handle: waits for the messages and takes them apart."""
 
-    def __init__(self, handle: Handle, parcels: Sequence[_Parcel], device: torch.device) -> None:
+    def __init__(self, handle: Handle, pack: Pack, packing: Packing) -> None:
         self._handle = handle
-        self._parcels = parcels
-        self._device = device
+        self._pack = pack
+        self._packing = packing
         self._result: tuple[torch.Tensor, ...] | None = None
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         if self._result is None:
-            messages = self._handle.wait()
-            self._result = tuple(self._value(messages[parcel.number], parcel) for parcel in self._parcels)
+            found: dict[int, torch.Tensor] = {}
+            for (index, _), message in zip(self._packing.messages, self._handle.wait(), strict=True):
+                if index == self._pack.indices[0]:
+                    found.update(zip(self._pack.indices, self._pack.unload(message), strict=True))
+                else:
+                    found[index] = message
+            self._result = tuple(found[index] for index in range(len(found)))
         return self._result
-
-    def _value(self, message: torch.Tensor, parcel: _Parcel) -> torch.Tensor:
-        if parcel.seat is None:
-            return message
-        return place(parcel.seat.view(message), parcel.recv.meta, self._device, parcel.recv.buffer)
-
-
-def _check_member(item: Send | Recv, seat: _Seat) -> None:
-    if isinstance(item, Send):
-        shape, dtype = tuple(item.tensor.shape), item.tensor.dtype
-    else:
-        shape, dtype = item.meta.shape, item.meta.dtype
-        if item.buffer is not None:
-            check_buffer(item.buffer, item.meta)
-    if shape != seat.meta.shape or dtype != seat.meta.dtype:
-        raise P2PUsageError(
-            f"{item.op} is planned as {seat.meta.dtype} of shape {seat.meta.shape} in a pack, but is {dtype} of shape {shape}"
-        )
-
-
-def _load(memory: torch.Tensor, item: Send, seat: _Seat) -> None:
-    memory[seat.offset : seat.offset + seat.meta.nbytes].copy_(bytes_of(row_major(item.tensor)))

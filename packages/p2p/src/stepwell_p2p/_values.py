@@ -4,7 +4,7 @@
 
     header   32 bytes: b"SWV1", number of tensors, bytes of metas, bytes of payload, CRC-32 of both, zeros
     body     the metas of the tensors (stepwell_meta.encode), then the payload
-    tensors  one message each
+    tensors  small ones as one message, each other alone
 
 All of it travels under one op: messages with equal ops keep their order. On a transport that is first in, first out, the
 receiver must come for such a value when it is next on its channel, since only the header says what follows.
@@ -23,6 +23,7 @@ import torch
 from stepwell_meta import MetadataError, TensorMeta, decode, encode
 
 from ._op import Op
+from ._pack import Packing
 from ._transport import Handle, Recv, Send, Transport
 from .exceptions import P2PUsageError, TransportError
 
@@ -66,7 +67,7 @@ def send_values(
     header = _HEADER.pack(_MAGIC, len(metas), len(table), len(payload), zlib.crc32(body))
     handles = [transport.post([Send(op, _to_tensor(header))]), transport.post([Send(op, _to_tensor(body))])]
     if tensors:
-        handles.append(transport.post([Send(op, tensor) for tensor in tensors]))
+        handles.append(transport.post(Packing(metas).sends([op] * len(metas), tensors)))
     return _All(handles)
 
 
@@ -126,8 +127,11 @@ class ExpectedValues:
         if zlib.crc32(body) != check:
             raise TransportError(f"{self._op}: the value's bytes do not have the checksum that its header gives")
         metas = self._read_metas(body[:table_size], count, payload_size)
-        tensors = self._transport.post([Recv(self._op, meta) for meta in metas]).wait() if metas else ()
-        return body[table_size:], tensors
+        if not metas:
+            return body[table_size:], ()
+        packing = Packing(metas)
+        batch = packing.recvs([self._op] * len(metas))
+        return body[table_size:], packing.unpack(self._transport.post(batch)).wait()
 
     def _read_header(self, data: bytes) -> tuple[int, int, int, int]:
         magic, count, table_size, payload_size, check = _HEADER.unpack(data)

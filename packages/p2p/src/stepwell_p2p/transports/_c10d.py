@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +13,17 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from stepwell_meta import TensorMeta
+
 from .._batch import PendingOp, check_op
+from .._buffers import BufferPool
 from .._channels import ChannelPolicy, channels_for
 from .._failure import Failure
 from .._layout import check_buffer, place, row_major
 from .._link import Flight, Link, backend_for, leave, link_of
 from .._op import Op
 from .._own import OwnMessages, OwnReceive
+from .._pack import SMALL
 from .._placement import Placement, Wire, chain_wires
 from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
@@ -49,6 +55,10 @@ class C10dTransport:
         name: transports of one name over one group share channels, and with them failures.
         stall_after: seconds after which a wait says in the log what it waits for.
 
+    Attributes:
+        buffers: memory of received values in host memory that are large enough for it to matter; it is used again when nobody
+            uses the value any more.
+
     Raises:
         TransportError: another rank did not come within the timeout.
     """
@@ -72,6 +82,7 @@ class C10dTransport:
         self.size = group.size() if group is not None else 1
         self.device = torch.device(device) if device is not None else _default_device(group)
         self.name = name
+        self.buffers = BufferPool("cpu")
         self._own = OwnMessages()
         self._routes: dict[Op, _Route] = {}
         self._closed = False
@@ -183,6 +194,7 @@ class C10dTransport:
             self._closed = True
             self._own.clear()
             self._routes.clear()
+            self.buffers.clear()
             if self._link is not None:
                 for handle in [handle for handle in self._link.pending if handle.transport is self]:
                     self._link.pending.pop(handle, None)
@@ -193,15 +205,15 @@ class C10dTransport:
         check_op(op, self.rank, self.size, is_send=isinstance(item, Send))
         link = self._link
         if op.peer == self.rank or link is None:
-            route = _Route(None, 0, 0, 0)
+            route = _Route(None, 0, 0, 0, itertools.count())
         else:
             tag = tag_of(op) if link.gloo else 0
             made = link.groups.get(self.policy.channel_of(op))
             if made is None or op.peer not in made.channel.ranks:  # no wire joins these ranks
-                route = _Route(self._group, op.peer, tag, -1)
+                route = _Route(self._group, op.peer, tag, -1, link.counts[op])
             else:
                 number = list(link.groups).index(made.channel.name)
-                route = _Route(made.group, made.peer(op.peer), tag, number)
+                route = _Route(made.group, made.peer(op.peer), tag, number, link.counts[op])
         self._routes[op] = route
         return route
 
@@ -209,12 +221,14 @@ class C10dTransport:
         tensor = row_major(item.tensor)
         return tensor if tensor.device == self._wire_device else tensor.to(self._wire_device)
 
-    def _incoming(self, item: Recv) -> torch.Tensor:
+    def _incoming(self, item: Recv, pooled: TensorMeta | None = None) -> torch.Tensor:
         buffer = item.buffer
         if buffer is not None:
             check_buffer(buffer, item.meta)
             if buffer.is_contiguous() and buffer.device == self._wire_device:
                 return buffer
+        if pooled is not None and self._wire_device.type == "cpu":
+            return self.buffers.take(pooled)
         return torch.empty(item.meta.shape, dtype=item.meta.dtype, device=self._wire_device)
 
     def _post_own(self, item: Send | Recv, handle: _Batch) -> None:
@@ -231,27 +245,29 @@ class C10dTransport:
             if link is None or route.channel is None:
                 self._post_own(item, handle)
             elif isinstance(item, Send):
-                sends.append((item.op, route, self._outgoing(item)))
+                sends.append((item, route))
             else:
-                tensor = self._incoming(item)
+                meta = item.meta
+                tag = route.tag_for(meta.shape, meta.dtype)
+                tensor = self._incoming(item, route.pooled)
                 handle.received.append((item, tensor))
-                tag = route.tag_for(item.meta.shape, item.meta.dtype)
                 try:
                     work = route.channel.recv([tensor], route.peer, tag)
                 except RuntimeError as error:  # the connection is broken already
                     raise link.failed(item.op, error, 0.0) from error
-                handle.flights.append(Flight(item.op, work, tensor, next(link.counts[item.op])))
-        for op, route, tensor in sends:
+                handle.flights.append(Flight(item.op, work, tensor, next(route.counter)))
+        for item, route in sends:
             assert link is not None
+            tensor = self._outgoing(item)
             try:
                 work = route.channel.send([tensor], route.peer, route.tag_for(tensor.shape, tensor.dtype))
             except RuntimeError as error:
-                raise link.failed(op, error, 0.0) from error
-            handle.flights.append(Flight(op, work, tensor, next(link.counts[op])))
+                raise link.failed(item.op, error, 0.0) from error
+            handle.flights.append(Flight(item.op, work, tensor, next(route.counter)))
 
     def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link) -> None:
         """Channel by channel, in the one order in which all ranks made them, each as one group call."""
-        per_channel: dict[int, list[tuple[Op, torch.Tensor, dist.P2POp]]] = {}
+        per_channel: dict[int, list[tuple[Op, torch.Tensor, dist.P2POp, _Route]]] = {}
         for item in batch:
             route = self._routes.get(item.op) or self._find_route(item)
             if route.channel is None:
@@ -262,15 +278,15 @@ class C10dTransport:
                 handle.received.append((item, tensor))
             verb = dist.isend if isinstance(item, Send) else dist.irecv
             call = dist.P2POp(verb, tensor, group=route.channel, group_peer=route.peer)
-            per_channel.setdefault(route.number, []).append((item.op, tensor, call))
+            per_channel.setdefault(route.number, []).append((item.op, tensor, call, route))
         for _, members in sorted(per_channel.items()):
             try:
-                works = dist.batch_isend_irecv([call for _, _, call in members])
+                works = dist.batch_isend_irecv([call for _, _, call, _ in members])
             except RuntimeError as error:
                 raise link.failed(members[0][0], error, 0.0) from error
-            for number, (op, tensor, _) in enumerate(members):
+            for number, (op, tensor, _, route) in enumerate(members):
                 # a backend that coalesces answers with one work for all
-                handle.flights.append(Flight(op, works[min(number, len(works) - 1)], tensor, next(link.counts[op])))
+                handle.flights.append(Flight(op, works[min(number, len(works) - 1)], tensor, next(route.counter)))
 
 
 @attrs.frozen
@@ -302,23 +318,28 @@ class Description:
 
 
 class _Route:
-    """Where one op goes: resolved once, because the same ops come in every step."""
+    """Where one op goes: resolved once, because the same ops come in every step; what its value looks like changes seldom."""
 
-    __slots__ = ("_dtype", "_shape", "_tag", "_tag_base", "channel", "number", "peer")
+    __slots__ = ("_dtype", "_shape", "_tag", "_tag_base", "channel", "counter", "number", "peer", "pooled")
 
-    def __init__(self, channel: Any, peer: int, tag_base: int, number: int) -> None:
+    def __init__(self, channel: Any, peer: int, tag_base: int, number: int, counter: Iterator[int]) -> None:
         self.channel = channel  # None: a message to oneself
         self.peer = peer
         self.number = number
+        self.counter = counter  # shared by the transports of one link
+        self.pooled: TensorMeta | None = None  # what a receive buffer looks like, if it is worth keeping
         self._tag_base = tag_base
-        self._shape: object = None
-        self._dtype: object = None
+        self._shape: tuple[int, ...] | None = None
+        self._dtype: torch.dtype | None = None
         self._tag = 0
 
     def tag_for(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         if shape != self._shape or dtype is not self._dtype:
-            self._tag = self._tag_base | check_of(tuple(shape), dtype)
-            self._shape, self._dtype = shape, dtype
+            self._shape, self._dtype = tuple(shape), dtype
+            self._tag = self._tag_base | check_of(self._shape, dtype)
+            self.pooled = None
+            if math.prod(shape) * dtype.itemsize > SMALL:
+                self.pooled = TensorMeta.from_tensor(torch.empty(shape, dtype=dtype, device="meta"))
         return self._tag
 
 
@@ -339,12 +360,16 @@ class _Batch:
         if self.result is None:
             if self.flights:
                 self._block()
-            device = self.transport.device
-            self.result = tuple(
-                place(value.take() if isinstance(value, OwnReceive) else value, recv.meta, device, recv.buffer)
-                for recv, value in self.received
-            )
-            self.received = []
+            self.result = ()
+            if self.received:
+                device = self.transport.device
+                self.result = tuple(
+                    [
+                        place(value.take() if isinstance(value, OwnReceive) else value, recv.meta, device, recv.buffer)
+                        for recv, value in self.received
+                    ]
+                )
+                self.received = []
         return self.result
 
     def _block(self) -> None:
@@ -353,15 +378,16 @@ class _Batch:
         if self not in link.pending:
             raise P2PUsageError(f"rank {self.transport.rank} waits on a transport that it has closed")
         self.waiting_since = start = time.monotonic()
+        timeout = link.own_timeout
         try:
             for flight in self.flights:
                 if link.failure is not None:
                     raise link.failure.error()
                 try:
-                    if link.own_timeout is None:
+                    if timeout is None:
                         flight.work.wait()  # as long as its group says
                     else:
-                        flight.work.wait(link.own_timeout)
+                        flight.work.wait(timeout)
                 except RuntimeError as error:
                     raise link.failed(flight.op, error, time.monotonic() - start) from error
                 flight.done = True

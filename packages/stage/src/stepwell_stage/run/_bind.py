@@ -146,8 +146,10 @@ def _waits(leaf: Action, stage_run: StageRun) -> Iterator[tuple[Action, Callable
 
 
 def _method(action: Action, stage_run: StageRun) -> Callable[[Any], None]:
-    call: Callable[..., None] = getattr(stage_run, METHODS[action.kind])
-    return functools.partial(call, peer=action.peer) if action.kind in (Kind.RECV_F, Kind.RECV_B) else call
+    if action.peer is not None:
+        return stage_run.recv_from(action.kind, action.peer)
+    call: Callable[[Any], None] = getattr(stage_run, METHODS[action.kind])
+    return call
 
 
 class _Counted:

@@ -9,29 +9,27 @@ from typing import TypeAlias
 import attrs
 import torch
 
-from stepwell_meta import TensorMeta
 from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import ExpectedValues, Handle, Op, Recv, Transport, expect_values
-
-Key: TypeAlias = tuple[bool, int, int, int]  # forward?, stage that takes it, stage that makes it, microbatch
+from stepwell_p2p import ExpectedValues, Handle, Op, Packing, Recv, Transport, expect_values
 
 Learn: TypeAlias = Callable[[bytes], None]
 
 
 @attrs.frozen(eq=False)
-class Expected:
-    """Values of one link and microbatch that will come.
+class Coming:
+    """What will be received, once it is known: messages that carry several values.
 
     Attributes:
-        key: what they are.
-        ops: from the number of tensors to their ops, which do not change from step to step.
-        look: what the tensors look like; or, where they come behind a header, what takes the header's payload; or None while
-            neither is known.
+        batch: the receives, which do not change from step to step.
+        packing: how to take them apart.
     """
 
-    key: Key
-    ops: Callable[[int], Sequence[Op]]
-    look: Callable[[], Sequence[TensorMeta] | Learn | None]
+    batch: Sequence[Recv]
+    packing: Packing
+
+    def post(self, transport: Transport) -> Handle:
+        """Start to receive; the handle gives the values."""
+        return self.packing.unpack(transport.post(self.batch)) if self.batch else _NOTHING
 
 
 class Inbox:
@@ -42,67 +40,121 @@ class Inbox:
     """
 
     def __init__(self, transport: Transport) -> None:
+        self.line: deque[Expected] = deque()
         self._transport = transport
-        self._line: deque[Expected] = deque()
-        self._under_way: dict[Key, Handle | tuple[ExpectedValues, Learn] | tuple[()]] = {}
-        self._arrived: dict[Key, tuple[torch.Tensor, ...]] = {}
+        self._headed: deque[Expected] = deque()  # under way behind headers, in order
 
     def expect(self, expected: Expected) -> None:
         """Post the receive now if that can be, else as soon as it can."""
-        self._line.append(expected)
+        self.line.append(expected)
         self._post()
-
-    def take(self, key: Key) -> tuple[torch.Tensor, ...]:
-        """Wait for what was expected under that key, and give it away."""
-        while True:
-            self._post()  # what was not known when it was expected may be known now
-            if key in self._arrived:
-                return self._arrived.pop(key)
-            if key in self._under_way:
-                return self._finish(self._under_way.pop(key))
-            headed = next((k for k, value in self._under_way.items() if isinstance(value, tuple) and value), None)
-            if headed is not None:  # sent before what is asked for, and says how what follows it looks
-                self._arrived[headed] = self._finish(self._under_way.pop(headed))
-                continue
-            head = self._line.popleft()
-            learn = head.look()
-            if not callable(learn):
-                raise PipeliningMetadataError(
-                    f"what stage {head.key[2]} sends to stage {head.key[1]} in microbatch {head.key[3]} is not known yet: the"
-                    " schedule asks for its gradient before its forward has run",
-                    stage=head.key[1],
-                )
-            self._arrived[head.key] = self._finish((expect_values(self._transport, head.ops(1)[0]), learn))
 
     def clear(self) -> None:
         """Forget everything, after a failure."""
-        self._line.clear()
-        self._under_way.clear()
-        self._arrived.clear()
+        self.line.clear()
+        self._headed.clear()
 
-    def _finish(self, under_way: Handle | tuple[ExpectedValues, Learn] | tuple[()]) -> tuple[torch.Tensor, ...]:
-        if not isinstance(under_way, tuple):
-            return under_way.wait()
-        if not under_way:
-            return ()
-        values, learn = under_way
-        payload, tensors = values.wait()
-        learn(payload)
-        return tensors
+    def bring(self, expected: Expected) -> None:
+        """Wait for it, and for what has to come before it."""
+        while expected.result is None:
+            self._post()  # what was not known when it was expected may be known now
+            if expected.handle is not None:
+                self._finish(expected)
+            elif self._headed:  # sent before what is asked for, and says how what follows it looks
+                self._finish(self._headed[0])
+            else:
+                head = self.line.popleft()
+                learn = head.look()
+                if not callable(learn):
+                    raise PipeliningMetadataError(
+                        f"what stage {head.source} sends to stage {head.destination} in microbatch {head.microbatch} is not known"
+                        " yet: the schedule asks for its gradient before its forward has run",
+                        stage=head.destination,
+                    )
+                self._open(head, learn)
+                self._finish(head)  # before anything behind it is posted
+
+    def _finish(self, expected: Expected) -> None:
+        assert expected.handle is not None
+        expected.result = expected.handle.wait()
+        if expected in self._headed:
+            self._headed.remove(expected)
+
+    def _open(self, head: Expected, learn: Learn) -> None:
+        head.handle = _Headed(expect_values(self._transport, head.op), learn)
+        self._headed.append(head)
 
     def _post(self) -> None:
-        while self._line:
-            head = self._line[0]
+        while self.line:
+            head = self.line[0]
             look = head.look()
             if look is None:
                 return
-            if callable(look):
-                if not self._transport.rules.tagged:
-                    return
-                self._under_way[head.key] = (expect_values(self._transport, head.ops(1)[0]), look)
-            elif look:
-                batch = [Recv(op, meta) for op, meta in zip(head.ops(len(look)), look, strict=True)]
-                self._under_way[head.key] = self._transport.post(batch)
+            if isinstance(look, Coming):
+                head.handle = look.post(self._transport)
+            elif self._transport.rules.tagged:
+                self._open(head, look)
             else:
-                self._under_way[head.key] = ()
-            self._line.popleft()
+                return
+            self.line.popleft()
+
+
+class Expected:
+    """Values of one link and microbatch that will come; a handle, see :class:`stepwell_p2p.Handle`. Mutable: they come.
+
+    Args:
+        inbox: where they come.
+        source: the stage that sends them.
+        destination: the stage that takes them.
+        microbatch: of which microbatch they are.
+        op: under which their header comes, where one does.
+        look: what will come; or, where it comes behind a header, what takes the header's payload; or None while neither is known.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        *,
+        source: int,
+        destination: int,
+        microbatch: int,
+        op: Op,
+        look: Callable[[], Coming | Learn | None],
+    ) -> None:
+        self.source = source
+        self.destination = destination
+        self.microbatch = microbatch
+        self.op = op
+        self.look = look
+        self.handle: Handle | None = None
+        self.result: tuple[torch.Tensor, ...] | None = None
+        self._inbox = inbox
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Block until they are here."""
+        self._inbox.bring(self)
+        assert self.result is not None
+        return self.result
+
+
+class _Headed:
+    """A handle on values behind a header; whoever waits learns what the header says."""
+
+    def __init__(self, values: ExpectedValues, learn: Learn) -> None:
+        self._values = values
+        self._learn = learn
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        payload, tensors = self._values.wait()
+        self._learn(payload)
+        return tensors
+
+
+class _Nothing:
+    """The handle where nothing crosses."""
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+
+_NOTHING = _Nothing()

@@ -31,10 +31,10 @@ from stepwell_meta import (
     to_local_if_dtensor,
 )
 from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import Edge, Handle, Op, OpKind, Send, Transport, Wire, send_values
+from stepwell_p2p import Edge, Handle, Op, OpKind, Packing, Transport, Wire, send_values
 
 from ._classes import with_classes
-from ._inbox import Expected, Inbox, Key, Learn
+from ._inbox import Coming, Expected, Inbox, Learn
 
 
 @attrs.define
@@ -90,6 +90,7 @@ class LinkPlace:
         wires: which output goes into which input; None: all, in their structure.
         first_message: number of the link's first message among those that ``source`` sends.
         first_gradient: likewise of its first gradient among those that ``destination`` sends.
+        packs: whether small values travel together; not where somebody else runs the messages, value by value.
     """
 
     source: int
@@ -98,6 +99,64 @@ class LinkPlace:
     wires: tuple[Wire, ...] | None = None
     first_message: int = 0
     first_gradient: int = 0
+    packs: bool = True
+
+
+_TENSOR = normalize_outputs(torch.empty(0)).structure.root
+
+
+@attrs.frozen(eq=False)
+class Crossing:
+    """What crosses a link in each microbatch of a group, and what follows from that: worked out once, from metas alone.
+
+    Attributes:
+        values: what it was worked out from.
+        grads: likewise, where gradients' looks were learned.
+        metas: of the values.
+        wanted: which values require grad.
+        back: which values bring a gradient back; None while that is not known (the first of DTensors).
+        back_metas: what these gradients look like.
+        values_packing: how the values travel.
+        grads_packing: how the gradients travel.
+        has_dtensors: whether a received tensor may be a shard that is to be made whole.
+        is_flat: whether the received tensors, in order, are the arguments.
+    """
+
+    values: ForwardMeta
+    grads: BackwardMeta | None
+    metas: tuple[AnyMeta, ...]
+    wanted: tuple[int, ...]
+    back: tuple[int, ...] | None
+    back_metas: tuple[AnyMeta, ...]
+    values_packing: Packing
+    grads_packing: Packing
+    has_dtensors: bool
+    is_flat: bool
+
+    @classmethod
+    def of(cls, looks: LinkLooks, group: int, *, packs: bool) -> Crossing:
+        """From what is known of a group, whose values are."""
+        values, options = looks.values[group], {} if packs else {"small": -1}
+        metas = tuple(values.outputs)
+        wanted = tuple(number for number, meta in enumerate(metas) if meta.requires_grad)
+        grad_looks = looks.grads_of(group)
+        pairs = list(zip(wanted, grad_looks or (), strict=grad_looks is not None))
+        back = tuple(number for number, look in pairs if look is not None)
+        back_metas = tuple(look for _, look in pairs if look is not None)
+        root = values.structure.root
+        parts = getattr(root, "children", ()) if getattr(root, "kind", None) in ("tuple", "list") else (root,)
+        return cls(
+            values,
+            looks.grads.get(group),
+            metas,
+            wanted,
+            None if grad_looks is None else back,
+            back_metas,
+            Packing([_local(meta) for meta in metas], **options),
+            Packing([_local(meta) for meta in back_metas], **options),
+            any(isinstance(meta, DTensorMeta) for meta in (*metas, *back_metas)) or grad_looks is None,
+            all(part == _TENSOR for part in parts),
+        )
 
 
 class _End(abc.ABC):
@@ -128,10 +187,14 @@ class _End(abc.ABC):
         self._inbox = inbox
         self._meshes = meshes
         self._device = device
+        self._crossings: dict[int, Crossing] = {}
+        self._coming: dict[int, Handle] = {}
         self._sent: dict[int, Handle] = {}
-        self._values: dict[int, list[torch.Tensor]] = {}
-        self._grads: dict[int, list[torch.Tensor]] = {}
+        self._values: dict[int, Sequence[torch.Tensor]] = {}
+        self._grads: dict[int, Sequence[torch.Tensor]] = {}
         self._recv_ops: Callable[[int, int], Sequence[Op]]
+        self._sender = self._taker = -1  # stages, of what is received here
+        self._batches: dict[int, tuple[Crossing, Coming]] = {}
 
     @property
     def is_local(self) -> bool:
@@ -153,22 +216,47 @@ class _End(abc.ABC):
 
     def clear(self) -> None:
         """Let go of every value."""
-        for slots in (self._values, self._grads, self._sent):
+        for slots in (self._values, self._grads, self._sent, self._coming):
             slots.clear()
+
+    def crossing(self, microbatch: int) -> Crossing:
+        """What crosses in a microbatch, whose values' looks are known."""
+        group = self.groups[microbatch]
+        looks = self.looks
+        found = self._crossings.get(group)
+        if found is None or found.values is not looks.values[group] or found.grads is not looks.grads.get(group):
+            found = self._crossings[group] = Crossing.of(looks, group, packs=self.place.packs)
+        return found
 
     def recv(self, microbatch: int) -> None:
         """Post the receive of what the other end sends."""
-        assert self._inbox is not None
-        look = functools.partial(self._look, microbatch)
-        self._inbox.expect(Expected(self._key(microbatch), functools.partial(self._recv_ops, microbatch), look))
+        inbox = self._inbox
+        assert inbox is not None
+        coming = None if inbox.line else self._look(microbatch)
+        if isinstance(coming, Coming):
+            self._coming[microbatch] = coming.post(self._transport)
+            return
+        expected = self._coming[microbatch] = Expected(
+            inbox,
+            source=self._sender,
+            destination=self._taker,
+            microbatch=microbatch,
+            op=self._recv_ops(microbatch, 1)[0],
+            look=functools.partial(self._look, microbatch),
+        )
+        inbox.expect(expected)
 
     @abc.abstractmethod
-    def _look(self, microbatch: int) -> Sequence[TensorMeta] | Learn | None:
+    def _look(self, microbatch: int) -> Coming | Learn | None:
         """What will come; see :class:`Expected`."""
 
-    @abc.abstractmethod
-    def _key(self, microbatch: int) -> Key:
-        """Under which key it comes."""
+    def _receives(self, microbatch: int, crossing: Crossing, packing: Packing, count: int) -> Coming:
+        """The batch of receives of a microbatch; made once."""
+        known = self._batches.get(microbatch)
+        if known is None or known[0] is not crossing:
+            batch = packing.recvs(self._recv_ops(microbatch, count))
+            known = self._batches[microbatch] = crossing, Coming(batch, packing)
+        return known[1]
 
     def wait(self, microbatch: int) -> None:
         """Wait until what was sent is there."""
@@ -176,13 +264,13 @@ class _End(abc.ABC):
         if handle is not None:  # nothing was sent where nothing needs a gradient
             handle.wait()
 
+    def _arrived(self, microbatch: int) -> Sequence[torch.Tensor]:
+        """What the other end sent, as plain tensors."""
+        return self._coming.pop(microbatch).wait()
+
     def _whole(self, local: torch.Tensor, meta: AnyMeta) -> torch.Tensor:
         """A received tensor as its meta describes it."""
         return meta.from_local(local, self._meshes.get(meta.mesh_key)) if isinstance(meta, DTensorMeta) else local
-
-    def _dtensor_grads(self, microbatch: int) -> bool:
-        """Whether the gradients of this microbatch come behind a header."""
-        return microbatch in self.first_grads and self.looks.grads_of(self.groups[microbatch]) is None
 
 
 class InLink(_End):
@@ -199,6 +287,7 @@ class InLink(_End):
     ) -> None:
         super().__init__(place, transport, inbox, meshes, device)
         self.other: OutLink | None = None  # the other end, where it is local
+        self._sender, self._taker = place.source, place.destination
         self._recv_ops = _numbered(OpKind.RECV_F, place.edge, place.source, place.first_message)
         self._classes = tuple(classes)
         self._send_ops = _numbered(OpKind.SEND_B, place.edge.reverse, place.destination, place.first_gradient)
@@ -210,67 +299,71 @@ class InLink(_End):
 
     def arrive(self, microbatch: int) -> None:
         """Wait for the values."""
-        assert self._inbox is not None
-        tensors = self._inbox.take(self._key(microbatch))
-        metas = self.looks.values[self.groups[microbatch]].outputs
-        self._values[microbatch] = [self._whole(t, meta) for t, meta in zip(tensors, metas, strict=True)]
+        tensors = self._arrived(microbatch)
+        crossing = self.crossing(microbatch)
+        if crossing.has_dtensors:
+            tensors = [self._whole(t, meta) for t, meta in zip(tensors, crossing.metas, strict=True)]
+        self._values[microbatch] = tensors
 
-    def put(self, microbatch: int, values: list[torch.Tensor]) -> None:
+    def put(self, microbatch: int, values: Sequence[torch.Tensor]) -> None:
         """Take the values from the other end, on the same rank."""
         self._values[microbatch] = values
 
-    def take(self, microbatch: int, *, with_grad: bool) -> list[torch.Tensor]:
+    def take(self, microbatch: int, *, with_grad: bool) -> Sequence[torch.Tensor]:
         """Give the values away, as leaves of autograd."""
         values = self._values.pop(microbatch)
         if with_grad:
-            for value, meta in zip(values, self.looks.values[self.groups[microbatch]].outputs, strict=True):
-                if meta.requires_grad:
-                    value.requires_grad_()
+            for number in self.crossing(microbatch).wanted:
+                values[number].requires_grad_()
         return values
 
     def give(self, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of all values from the stage, and keep those that the other end waits for."""
-        group = self.groups[microbatch]
-        metas = self.looks.values[group].outputs
-        wanted = [(grad, meta) for grad, meta in zip(grads, metas, strict=True) if meta.requires_grad]
+        crossing = self.crossing(microbatch)
+        metas = crossing.metas
         if self.other is not None:
-            self.other.put(microbatch, [self._or_zeros(grad, meta) for grad, meta in wanted])
+            self.other.put(microbatch, [self._or_zeros(grads[n], metas[n]) for n in crossing.wanted])
             return
-        looks = self.looks.grads_of(group)
-        if looks is None:
+        if crossing.back is None:
             # The first of DTensors: placed as it is, and from now on so.
-            mine = [grad if grad is not None else self._or_zeros(None, meta) for grad, meta in wanted]
-        else:
-            mine = []
-            for number, ((grad, _), look) in enumerate(zip(wanted, looks, strict=True)):
-                if look is not None:
-                    mine.append(self._or_zeros(grad, look))
-                elif grad is not None:
+            self._grads[microbatch] = [self._or_zeros(grads[n], metas[n], as_it_is=True) for n in crossing.wanted]
+            return
+        if len(crossing.back) != len(crossing.wanted):
+            for number in crossing.wanted:
+                if grads[number] is not None and number not in crossing.back:
                     raise PipeliningMetadataError(
                         f"stage {self.place.destination}: value {number} from stage {self.place.source} got a gradient, but"
                         " was declared to have none (None in input_grads or output_grads): declare it, or declare that the"
                         " value does not require grad",
                         stage=self.place.destination,
                     )
-        self._grads[microbatch] = mine
+        self._grads[microbatch] = [
+            self._or_zeros(grads[n], meta) for n, meta in zip(crossing.back, crossing.back_metas, strict=True)
+        ]
 
     def send(self, microbatch: int) -> None:
         """Post the send of the gradients."""
         grads = self._grads.pop(microbatch)
-        group = self.groups[microbatch]
-        locals_ = [to_local_if_dtensor(grad, detach=True) for grad in grads]
-        ops = self._send_ops(microbatch, max(1, len(grads)))
-        if grads and self._dtensor_grads(microbatch):
-            meta = self.looks.grads[group] = BackwardMeta(extract_metas(grads))
+        if not grads:
+            return
+        crossing = self.crossing(microbatch)
+        ops = self._send_ops(microbatch, len(grads))
+        locals_ = [g if type(g) is torch.Tensor else to_local_if_dtensor(g, detach=True) for g in grads]
+        if crossing.back is None and microbatch in self.first_grads:
+            meta = self.looks.grads[self.groups[microbatch]] = BackwardMeta(extract_metas(grads))
             self._sent[microbatch] = send_values(self._transport, ops[0], encode(meta), locals_)
-        elif grads:
-            # Nobody else uses these gradients: the transport may hand over the memory itself.
-            batch = [Send(op, grad, owned=True) for op, grad in zip(ops, locals_, strict=True)]
-            self._sent[microbatch] = self._transport.post(batch)
+            return
+        # Nobody else uses these gradients: the transport may hand over the memory itself.
+        self._sent[microbatch] = self._transport.post(crossing.grads_packing.sends(ops, locals_, owned=True))
 
-    def _or_zeros(self, grad: torch.Tensor | None, meta: AnyMeta) -> torch.Tensor:
+    def _or_zeros(self, grad: torch.Tensor | None, meta: AnyMeta, *, as_it_is: bool = False) -> torch.Tensor:
         if grad is not None:
-            if isinstance(meta, DTensorMeta) and isinstance(grad, DTensor) and grad.placements != meta.placements:
+            if (
+                isinstance(meta, DTensorMeta)
+                and not as_it_is
+                and isinstance(grad, DTensor)
+                and grad.placements != meta.placements
+            ):
                 return grad.redistribute(placements=meta.placements)  # what the other end counts on since the first
             return grad
         if isinstance(meta, DTensorMeta):
@@ -280,17 +373,14 @@ class InLink(_End):
     def _learn(self, group: int, payload: bytes) -> None:
         self.looks.values[group] = with_classes(decode(payload), self._classes)
 
-    def _look(self, microbatch: int) -> Sequence[TensorMeta] | Learn | None:
+    def _look(self, microbatch: int) -> Coming | Learn | None:
         group = self.groups[microbatch]
-        meta = self.looks.values.get(group)
-        if meta is not None:
-            return [_local(output) for output in meta.outputs]
+        if group in self.looks.values:
+            crossing = self.crossing(microbatch)
+            return self._receives(microbatch, crossing, crossing.values_packing, len(crossing.metas))
         if microbatch in self.firsts:
             return functools.partial(self._learn, group)
         return None
-
-    def _key(self, microbatch: int) -> Key:
-        return (True, self.place.destination, self.place.source, microbatch)
 
 
 class OutLink(_End):
@@ -306,24 +396,31 @@ class OutLink(_End):
     ) -> None:
         super().__init__(place, transport, inbox, meshes, device)
         self.other: InLink | None = None  # the other end, where it is local
+        self._sender, self._taker = place.destination, place.source
         self._send_ops = _numbered(OpKind.SEND_F, place.edge, place.source, place.first_message)
         self._recv_ops = _numbered(OpKind.RECV_B, place.edge.reverse, place.destination, place.first_gradient)
         self._unsaid: dict[int, ForwardMeta] = {}  # what the first of a group looks like, until that is sent
+        self._numbers = None if place.wires is None else tuple(wire.output for wire in place.wires)
+
+    def clear(self) -> None:
+        """Let go of every value."""
+        super().clear()
+        self._unsaid.clear()
 
     def numbers(self, count: int) -> Sequence[int]:
         """Which of the stage's outputs cross here."""
-        return range(count) if self.place.wires is None else [wire.output for wire in self.place.wires]
+        return range(count) if self._numbers is None else self._numbers
 
     def give(self, microbatch: int, leaves: Sequence[torch.Tensor], outputs: ForwardMeta) -> None:
         """Take the stage's outputs, and keep (or hand over) those that cross here."""
         group = self.groups[microbatch]
         look = None if group in self.looks.values else select(outputs, self.place.wires)
-        values = [leaves[number].detach() for number in self.numbers(len(leaves))]
+        values = leaves if self._numbers is None else [leaves[number] for number in self._numbers]
         if self.other is not None:
             if look is not None:
                 self.looks.values[group] = look
             # The other stage may change its inputs in place, and this one may need them in its backward: a copy for each.
-            self.other.put(microbatch, [value.clone() for value in values])
+            self.other.put(microbatch, [value.detach().clone() for value in values])
             return
         self._values[microbatch] = values
         if look is not None:
@@ -331,52 +428,48 @@ class OutLink(_End):
 
     def send(self, microbatch: int) -> None:
         """Post the send of the values."""
-        values = [to_local_if_dtensor(value) for value in self._values.pop(microbatch)]
+        values = [value.detach() for value in self._values.pop(microbatch)]
+        locals_ = [v if type(v) is torch.Tensor else to_local_if_dtensor(v) for v in values]
         group = self.groups[microbatch]
-        ops = self._send_ops(microbatch, max(1, len(values)))
         if group not in self.looks.values:
+            op = self._send_ops(microbatch, 1)[0]
             look = self.looks.values[group] = self._unsaid.pop(group)
-            self._sent[microbatch] = send_values(self._transport, ops[0], encode(look), values)
-        elif values:
-            batch = [Send(op, value) for op, value in zip(ops, values, strict=True)]
-            self._sent[microbatch] = self._transport.post(batch)
+            self._sent[microbatch] = send_values(self._transport, op, encode(look), locals_)
+        elif locals_:
+            ops = self._send_ops(microbatch, len(locals_))
+            self._sent[microbatch] = self._transport.post(self.crossing(microbatch).values_packing.sends(ops, locals_))
 
     def arrive(self, microbatch: int) -> None:
         """Wait for the gradients."""
-        assert self._inbox is not None
-        tensors = self._inbox.take(self._key(microbatch))
-        looks = self.looks.grads_of(self.groups[microbatch]) or ()
-        metas = [meta for meta in looks if meta is not None]
-        self._grads[microbatch] = [self._whole(t, meta) for t, meta in zip(tensors, metas, strict=True)]
+        tensors = self._arrived(microbatch)
+        crossing = self.crossing(microbatch)
+        if crossing.has_dtensors:
+            tensors = [self._whole(t, meta) for t, meta in zip(tensors, crossing.back_metas, strict=True)]
+        self._grads[microbatch] = tensors
 
-    def put(self, microbatch: int, grads: list[torch.Tensor]) -> None:
+    def put(self, microbatch: int, grads: Sequence[torch.Tensor]) -> None:
         """Take the gradients from the other end, on the same rank."""
         self._grads[microbatch] = grads
 
     def take(self, microbatch: int) -> list[tuple[int, torch.Tensor]]:
         """Give the gradients away, each with the number of the output that it belongs to."""
-        group = self.groups[microbatch]
-        metas = self.looks.values[group].outputs
-        numbers = self.numbers(len(metas))
-        wanted = [number for number, meta in zip(numbers, metas, strict=True) if meta.requires_grad]
-        known = self.looks.grads.get(group)
-        if known is not None and self.other is None:
-            wanted = [number for number, meta in zip(wanted, known.input_grads, strict=True) if meta is not None]
-        return list(zip(wanted, self._grads.pop(microbatch), strict=True))
+        crossing = self.crossing(microbatch)
+        back = crossing.wanted if self.other is not None or crossing.back is None else crossing.back
+        grads = self._grads.pop(microbatch)
+        if self._numbers is None:
+            return list(zip(back, grads, strict=True))
+        return [(self._numbers[position], grad) for position, grad in zip(back, grads, strict=True)]
 
-    def _look(self, microbatch: int) -> Sequence[TensorMeta] | Learn | None:
+    def _look(self, microbatch: int) -> Coming | Learn | None:
         group = self.groups[microbatch]
         if group not in self.looks.values:
             return None
-        looks = self.looks.grads_of(group)
-        if looks is not None:
-            return [_local(meta) for meta in looks if meta is not None]
+        crossing = self.crossing(microbatch)
+        if crossing.back is not None:
+            return self._receives(microbatch, crossing, crossing.grads_packing, len(crossing.back))
         if microbatch in self.first_grads:
             return lambda payload: self.looks.grads.__setitem__(group, decode(payload))
         return None
-
-    def _key(self, microbatch: int) -> Key:
-        return (False, self.place.source, self.place.destination, microbatch)
 
 
 def forward_meta(value: Any) -> ForwardMeta:

@@ -154,6 +154,8 @@ class Run:
         finally:
             for stage_run in self._runs.values():
                 stage_run.clear()
+            for inbox in self._inboxes.values():
+                inbox.clear()
         if not trace:
             return ()
         rank = self._transport.rank
@@ -274,8 +276,6 @@ class Run:
 
     def _fail(self, reason: str, action: Action | None) -> None:
         """Tell every rank; what they wait for from here will not come."""
-        for inbox in self._inboxes.values():
-            inbox.clear()
         if self._transport.size == 1:
             return  # nobody waits, and the next step starts clean
         self._failed = reason

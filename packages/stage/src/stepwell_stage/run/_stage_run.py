@@ -7,7 +7,7 @@ only calls down the list.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -68,6 +68,9 @@ class Known:
 class StageRun:
     """One stage under one schedule; mutable, used by one thread.
 
+    Actions that only pass values between ranks (``send_f``, ``recv_f``, ``wait_f``, the waits ``await_f`` for what was received,
+    and the same of gradients) are the links' own methods, or all of them in one call where there are several links.
+
     Args:
         stage: the stage.
         in_links: links from earlier stages, by ascending source.
@@ -95,8 +98,22 @@ class StageRun:
         self.in_links = {link.place.source: link for link in in_links}
         self.out_links = {link.place.destination: link for link in out_links}
         self.data = _NO_DATA
-        self._remote_in = [link for link in in_links if not link.is_local]
-        self._remote_out = [link for link in out_links if not link.is_local]
+        self._ins = tuple(self.in_links.values())
+        self._outs = tuple(self.out_links.values())
+        self._is_last = stage.is_last
+        positions = [link.positions for link in self._ins]
+        # Where each received tensor goes; None: the values of the one stage before, in their structure.
+        self._positions = None if None in positions else [place for places in positions for place in places or ()]
+        remote_in = [link for link in in_links if not link.is_local]
+        remote_out = [link for link in out_links if not link.is_local]
+        self.recv_f = each(link.recv for link in remote_in)
+        self.await_f = each(link.arrive for link in remote_in)
+        self.send_f = each(link.send for link in remote_out)
+        self.wait_f = each(link.wait for link in remote_out)
+        self.recv_b = each(link.recv for link in remote_out)
+        self.await_b = each(link.arrive for link in remote_out)
+        self.send_b = each(link.send for link in remote_in)
+        self.wait_b = each(link.wait for link in remote_in)
         self._loss_fn = loss_fn
         self._groups: Sequence[int] = ()
         self._outputs: dict[int, ForwardMeta] = {}
@@ -117,60 +134,31 @@ class StageRun:
 
     # Forward.
 
-    def recv_f(self, microbatch: int, peer: int | None) -> None:
-        """Post the receive of the inputs from one stage, or from all on other ranks."""
-        for link in self._remote_in if peer is None else (self.in_links[peer],):
-            link.recv(microbatch)
-
-    def await_f(self, microbatch: int) -> None:
-        """Wait for the inputs."""
-        for link in self._remote_in:
-            link.arrive(microbatch)
-
     def forward(self, microbatch: int) -> Any:
         """Run the module, and on the last stage the loss; gives what the module returned."""
         received: list[torch.Tensor] = []
-        for link in self.in_links.values():
+        for link in self._ins:
             received += link.take(microbatch, with_grad=self.has_backward)
         value = self.program.forward(microbatch, received, functools.partial(self._call, microbatch))
-        if self.stage.is_last:
+        if self._is_last:
             self._finish(microbatch, value)
             return value
         outputs = normalize_outputs(value)
+        leaves = outputs.leaves
         group = self._groups[microbatch]
         look = self._outputs.get(group)
         if look is None:
             look = self._outputs[group] = self._learned(value)
         else:
-            self._check(microbatch, look, outputs.leaves, outputs.structure)
+            self._check(microbatch, look, leaves, outputs.structure)
         if self.has_backward:
-            pairs = enumerate(zip(outputs.leaves, look.outputs, strict=True))
+            pairs = enumerate(zip(leaves, look.outputs, strict=True))
             self._roots[microbatch] = {number: leaf for number, (leaf, meta) in pairs if meta.requires_grad}
-        for out in self.out_links.values():
-            out.give(microbatch, outputs.leaves, look)
+        for out in self._outs:
+            out.give(microbatch, leaves, look)
         return value
 
-    def send_f(self, microbatch: int) -> None:
-        """Post the sends of the outputs."""
-        for link in self._remote_out:
-            link.send(microbatch)
-
-    def wait_f(self, microbatch: int) -> None:
-        """Wait until the outputs are sent."""
-        for link in self._remote_out:
-            link.wait(microbatch)
-
     # Backward.
-
-    def recv_b(self, microbatch: int, peer: int | None) -> None:
-        """Post the receive of the outputs' gradients from one stage, or from all on other ranks."""
-        for link in self._remote_out if peer is None else (self.out_links[peer],):
-            link.recv(microbatch)
-
-    def await_b(self, microbatch: int) -> None:
-        """Wait for the outputs' gradients."""
-        for link in self._remote_out:
-            link.arrive(microbatch)
 
     def backward(self, microbatch: int) -> None:
         """Run the whole backward and keep the inputs' gradients."""
@@ -186,15 +174,9 @@ class StageRun:
         """Run the rest of the backward."""
         self.program.backward(microbatch, Kind.W, (), ())
 
-    def send_b(self, microbatch: int) -> None:
-        """Post the sends of the inputs' gradients."""
-        for link in self._remote_in:
-            link.send(microbatch)
-
-    def wait_b(self, microbatch: int) -> None:
-        """Wait until the inputs' gradients are sent."""
-        for link in self._remote_in:
-            link.wait(microbatch)
+    def recv_from(self, kind: Kind, peer: int) -> Callable[[int], None]:
+        """What posts, for a microbatch, the receive of values (RECV_F) or gradients (RECV_B) from one stage alone."""
+        return self.in_links[peer].recv if kind is Kind.RECV_F else self.out_links[peer].recv
 
     # Of all microbatches at once.
 
@@ -213,35 +195,36 @@ class StageRun:
     def _start(self, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """From what a backward starts: outputs that require grad, with their gradients; of the last stage the loss."""
         roots = self._roots.pop(microbatch)
-        if self.stage.is_last:
+        if self._is_last:
             return list(roots.values()), [self._weight(self.data.weights[microbatch], loss) for loss in roots.values()]
         grads: dict[int, torch.Tensor] = {}
         # In one process the latest user's gradient comes first, and the others are added to it in that order.
-        for link in reversed(self.out_links.values()):
+        for link in reversed(self._outs):
             for number, grad in link.take(microbatch):
                 grads[number] = grads[number] + grad if number in grads else grad
-        used = {number: root for number, root in roots.items() if number in grads and root.requires_grad}
-        return list(used.values()), [grads[number] for number in used]
+        used = [number for number, root in roots.items() if number in grads and root.requires_grad]
+        return [roots[number] for number in used], [grads[number] for number in used]
 
     def _end(self, microbatch: int, found: Sequence[torch.Tensor | None]) -> None:
         """Give the gradients of the received tensors to the links that they came by."""
         position = 0
-        for link in self.in_links.values():
-            count = len(link.looks.values[self._groups[microbatch]].outputs)
+        for link in self._ins:
+            count = len(link.crossing(microbatch).metas)
             link.give(microbatch, found[position : position + count])
             position += count
 
     def _call(self, microbatch: int, received: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The module's arguments, from the received tensors; the first stage's from the caller's."""
         kwargs = self.data.kwargs[microbatch]
-        if not self.in_links:
+        if not self._ins:
             return self.data.args[microbatch], kwargs
-        first = next(iter(self.in_links.values()))
-        if first.positions is None:
-            value = first.looks.values[self._groups[microbatch]].structure.rebuild(received)
+        if self._positions is None:
+            crossing = self._ins[0].crossing(microbatch)
+            if crossing.is_flat:
+                return tuple(received), kwargs
+            value = crossing.values.structure.rebuild(received)
             return (tuple(value) if type(value) in (tuple, list) else (value,)), kwargs
-        positions = [position for link in self.in_links.values() for position in link.positions or ()]
-        args = dict(zip(positions, received, strict=True))
+        args = dict(zip(self._positions, received, strict=True))
         return tuple(args[position] for position in range(len(args))), kwargs
 
     def _weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
@@ -293,7 +276,8 @@ class StageRun:
 
     def _check(self, microbatch: int, expected: ForwardMeta, leaves: Sequence[torch.Tensor], structure: Any) -> None:
         """Refuse outputs that are not what was agreed on, before any of them is sent."""
-        if structure == expected.structure and all(
+        fits = structure is expected.structure or structure == expected.structure
+        if fits and all(
             same_look(leaf, meta)
             # An output that needs no gradient where one is expected is fine: that gradient is not used.
             and not (self.has_backward and leaf.requires_grad and not meta.requires_grad)
@@ -316,6 +300,19 @@ class StageRun:
             hint=f"This came in microbatch {microbatch}. Inputs of one shape give outputs of one shape: if these depend on the"
             ' data, build the stages with shapes="dynamic".',
         )
+
+
+def each(calls: Iterable[Callable[[int], None]]) -> Callable[[int], None]:
+    """One call that makes all of these; the call itself where there is one."""
+    chosen = tuple(calls)
+    if len(chosen) == 1:
+        return chosen[0]
+
+    def call_all(microbatch: int) -> None:
+        for call in chosen:
+            call(microbatch)
+
+    return call_all
 
 
 _MOST_WEIGHTS = 256

@@ -176,6 +176,7 @@ class TorchRun(StageRun):
                 wiring.between(source, destination),
                 wiring.first_message(source, destination),
                 wiring.first_gradient(source, destination),
+                packs=False,  # the schedule runs the messages, one for each value
             )
 
         ins = [

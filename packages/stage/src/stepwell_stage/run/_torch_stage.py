@@ -49,7 +49,7 @@ class TorchStage(TorchPrepare):
         """The receives of a microbatch's inputs; none on the first stage."""
         run = self._running(fwd_chunk_id)
         run.expect(fwd_chunk_id, forward=True)
-        run.recv_f(fwd_chunk_id, None)
+        run.recv_f(fwd_chunk_id)
         infos = [info for info in self.args_recv_info[fwd_chunk_id] if not info.is_root_arg]
         return self._taken(sorted(infos, key=lambda info: info.order))
 
@@ -64,7 +64,7 @@ class TorchStage(TorchPrepare):
         if not self.has_backward or self.is_last:
             return []
         run.expect(bwd_chunk_id, forward=False)
-        run.recv_b(bwd_chunk_id, None)
+        run.recv_b(bwd_chunk_id)
         return self._taken([info for info in self.grad_recv_info[bwd_chunk_id] if info.tensor_meta is not None])
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
