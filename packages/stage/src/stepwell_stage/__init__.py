@@ -26,6 +26,7 @@ from stepwell_stage.run._sequential import SequentialSplit, split_sequential
 from stepwell_stage.run._stage import PipelineStage
 from stepwell_stage.run._state import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
 from stepwell_stage.run._tie import Tie, TiedGroup, tie
+from stepwell_stage.split._split import ModelSplit, split
 
 __all__ = [
     "Action",
@@ -38,6 +39,7 @@ __all__ = [
     "Kind",
     "Layer",
     "LossWeights",
+    "ModelSplit",
     "PipelineStage",
     "Plan",
     "PlanChoice",
@@ -63,6 +65,7 @@ __all__ = [
     "plan_search",
     "prove",
     "simulate",
+    "split",
     "split_args_kwargs_into_chunks",
     "split_sequential",
     "stage_backward",

@@ -19,6 +19,10 @@
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
 * ``torch.autograd.profiler._is_profiler_enabled`` (seen in 2.13): whether a profiler runs. Without it :func:`is_profiling`
   says no, and profiles show no ranges of a plan.
+* ``torch._subclasses.fake_tensor`` (seen in 2.13): tensors without data, and the errors of those who look for it. Without it there is
+  no :func:`stepwell_stage.split`.
+* ``torch.overrides._get_current_function_mode`` (seen in 2.13): which function mode sees an operation first. Without it there is no
+  :func:`stepwell_stage.split` either.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 
@@ -37,9 +41,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 try:
@@ -52,6 +64,10 @@ except ImportError:
     _ReplicateModule = None  # type: ignore[assignment,misc]
 
 __all__ = [
+    "DATA_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "current_function_mode",
     "has_hooks",
     "has_saved_tensor_hooks",
     "hold_back_fsdp",
@@ -67,6 +83,9 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+
+DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 def is_profiling() -> bool:

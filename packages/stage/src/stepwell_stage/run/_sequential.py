@@ -16,6 +16,7 @@ from stepwell_p2p import Placement, Transport
 from ..exceptions import StageUsageError
 from ..plan._balance import balance, check_starts
 from ._forward import Forward
+from ._materialise import materialise
 from ._reader import read_forward
 from ._stage import PipelineStage
 
@@ -83,12 +84,7 @@ class SequentialSplit:
         part = _build_part(self.model, self._held[stage], self._copied(stage))
         run = self._forward.compile(self._bounds[stage], self._bounds[stage + 1])
         part.__class__ = type(f"{type(self.model).__name__}Part", (type(self.model),), {"forward": run})
-        if any(tensor.is_meta for _, _, tensor in _tensors(part)):
-            if device is None or init_fn is None:
-                raise StageUsageError(
-                    f"stage {stage} has parameters or buffers on the meta device: pass device=, and init_fn= to give them values"
-                )
-            _materialise(part, torch.device(device), init_fn, stage)
+        materialise(part, device, init_fn, f"stage {stage}")
         return part
 
     def stages(
@@ -359,42 +355,3 @@ def _shell(module: nn.Module) -> nn.Module:
         if name == "training" or name not in vars(shell):
             object.__setattr__(shell, name, value)
     return shell
-
-
-def _tensors(part: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Every place of a parameter or buffer."""
-    return [
-        (owner, name, tensor)
-        for owner in part.modules()
-        for name, tensor in (
-            *owner.named_parameters(recurse=False, remove_duplicate=False),
-            *owner.named_buffers(recurse=False, remove_duplicate=False),
-        )
-    ]
-
-
-def _materialise(part: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], object], stage: int) -> None:
-    """Make what is on the meta device, tensors that are shared within the part once, and have it initialised.
-
-    New values are not numbers, so that one that is left out is seen.
-    """
-    made: dict[int, torch.Tensor] = {}
-    for owner, name, tensor in _tensors(part):
-        if tensor.is_meta:
-            new = made.get(id(tensor))
-            if new is None:
-                new = torch.empty_like(tensor, device=device)
-                new.fill_(float("nan") if new.is_floating_point() or new.is_complex() else 0)
-                if isinstance(tensor, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                made[id(tensor)] = new
-            setattr(owner, name, new)
-    init_fn(part)
-    names = [*part.named_parameters(), *part.named_buffers()]
-    left = [
-        name for name, tensor in names if tensor.is_meta or (tensor.dtype.is_floating_point and tensor.isnan().any())
-    ]
-    if left:
-        raise StageUsageError(
-            f"init_fn left {', '.join(left)} of stage {stage} without a value; it must give all of them one"
-        )

@@ -1,0 +1,84 @@
+"""The tensors in what modules take and return: nested tuples, lists, dicts and dataclasses, of whatever class."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a value, in order. Objects of other kinds are not looked into."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif (names := _fields(value)) is not None:
+        for name in names:
+            yield from tensors_in(getattr(value, name, None))
+
+
+def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
+    """The same value with others in the tensors' places, in order. What holds none of them is not copied."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if isinstance(value, tuple | list | Mapping) or _fields(value) is not None:
+        if next(tensors_in(value), None) is None:
+            return value
+        return _rebuilt(value, tensors)
+    return value
+
+
+def signature(value: Any) -> Hashable:
+    """What of a value decides how a module's results look: shapes and dtypes, and plain Python values."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.layout)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return (type(value), value)
+    if isinstance(value, tuple | list):
+        return (type(value), *map(signature, value))
+    if isinstance(value, Mapping):
+        return (type(value), *((str(name), signature(item)) for name, item in value.items()))
+    names = _fields(value)
+    if names is not None:
+        return (type(value), *(signature(getattr(value, name, None)) for name in names))
+    return type(value)
+
+
+def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
+    if isinstance(value, tuple):
+        items = [with_tensors(item, tensors) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items) if type(value) is not tuple else tuple(items)
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = [with_tensors(item, tensors) for item in value]
+        return new
+    new = copy.copy(value)
+    if isinstance(value, Mapping):
+        for name, item in list(value.items()):
+            new[name] = with_tensors(item, tensors)  # type: ignore[index]
+        return new
+    for name in _fields(value) or ():
+        object.__setattr__(new, name, with_tensors(getattr(value, name, None), tensors))
+    return new
+
+
+def _fields(value: Any) -> list[str] | None:
+    """The names of a dataclass's or attrs class's fields; None for anything else."""
+    if isinstance(value, type):
+        return None
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    if attrs.has(type(value)):
+        return [field.name for field in attrs.fields(type(value))]
+    return None

@@ -1,0 +1,135 @@
+"""What a unit of another stage would have returned: absent tensors, in the unit's own structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ..exceptions import StageUsageError
+from ._absent import Absence
+from ._leaves import signature, tensors_in, with_tensors
+
+# A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
+_Dim: TypeAlias = "int | tuple[tuple[int, int], ...]"
+
+
+class Templates:
+    """Results of units, by what they depend on. Mutable: a unit is run once for each look of its inputs.
+
+    A unit is run on absent tensors, with absent parameters. One that decides by data what it computes cannot be; then its
+    results look as they did in the example, with dims that follow those of its inputs.
+
+    Args:
+        absence: makes absent tensors.
+        examples: for units that decide by data, by the number of the call: what it took and gave.
+        singles: numbers of operations that give a single tensor, not a row of them.
+    """
+
+    def __init__(
+        self, absence: Absence, examples: Mapping[int, Example] | None = None, singles: frozenset[int] = frozenset()
+    ) -> None:
+        self._absence = absence
+        self._examples = examples or {}
+        self._singles = singles
+        self._known: dict[Hashable, Any] = {}
+
+    def is_single(self, number: int) -> bool:
+        """Whether an operation gives a single tensor."""
+        return number in self._singles
+
+    def result(
+        self,
+        number: int,
+        name: str,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """What the unit returns for such arguments."""
+        autocast = torch.is_autocast_enabled(self._absence.device.type)
+        dtype = torch.get_autocast_dtype(self._absence.device.type) if autocast else None
+        key = (name, module.training, dtype, signature(args), signature(kwargs))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._make(number, name, call, args, kwargs)
+        return with_tensors(known, map(torch.Tensor.detach, tensors_in(known)))
+
+    def _make(
+        self,
+        number: int,
+        name: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        example = self._examples.get(number)
+        if example is not None:
+            return example.scaled(name, [*tensors_in(args), *tensors_in(kwargs)], self._absence)
+        absent_args = with_tensors(args, map(self._absence.of, tensors_in(args)))
+        absent_kwargs = with_tensors(dict(kwargs), map(self._absence.of, tensors_in(kwargs)))
+        with torch.no_grad(), self._absence.mode:
+            return call(*absent_args, **absent_kwargs)
+
+
+class Example:
+    """What a unit took and gave in the example."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], result: Any, absence: Absence) -> None:
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        self._looks = [_Look(leaf, shapes) for leaf in tensors_in(result)]
+        self._result = with_tensors(result, map(absence.of, tensors_in(result)))
+
+    def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> Any:
+        """The result for inputs of other sizes."""
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        try:
+            return with_tensors(self._result, iter([look.absent(shapes, absence) for look in self._looks]))
+        except IndexError as error:
+            raise StageUsageError(
+                f"unit {name!r} decides by data what it computes, and was called with other inputs than in the example"
+            ) from error
+
+
+class _Look:
+    """How one result looks, in terms of the inputs' sizes."""
+
+    def __init__(self, leaf: torch.Tensor, inputs: Sequence[tuple[int, ...]]) -> None:
+        self.dtype = leaf.dtype
+        self.device = leaf.device
+        self.dims = [_as_input(size, position, inputs) for position, size in enumerate(leaf.shape)]
+
+    def absent(self, inputs: Sequence[tuple[int, ...]], absence: Absence) -> torch.Tensor:
+        sizes = []
+        for dim in self.dims:
+            if isinstance(dim, int):
+                sizes.append(dim)
+                continue
+            size = 1
+            for tensor, which in dim:
+                size *= inputs[tensor][which]
+            sizes.append(size)
+        device = absence.device if self.device.type == "meta" else self.device
+        with absence.mode:
+            return torch.empty(sizes, dtype=self.dtype, device=device)
+
+
+def _as_input(size: int, position: int, inputs: Sequence[tuple[int, ...]]) -> _Dim:
+    """Where a size comes from: the same dim of an input, then any, then two that follow each other, multiplied."""
+    if size == 1:
+        return size
+    for number, shape in enumerate(inputs):
+        if position < len(shape) and shape[position] == size:
+            return ((number, position),)
+    for number, shape in enumerate(inputs):
+        for dim, known in enumerate(shape):
+            if known == size:
+                return ((number, dim),)
+    for number, shape in enumerate(inputs):
+        for dim in range(len(shape) - 1):
+            if shape[dim] * shape[dim + 1] == size:
+                return ((number, dim), (number, dim + 1))
+    return size

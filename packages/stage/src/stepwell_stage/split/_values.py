@@ -1,0 +1,97 @@
+"""What a forward computes between its units, as data: values, where they come from, and who needs them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeAlias
+
+import attrs
+
+Key: TypeAlias = tuple[
+    int, int
+]  # the number of the call or operation that made a value, and which of its results it is
+
+INPUTS = -1  # in place of a number: the model's inputs
+TOKEN: Key = (-2, 0)  # nothing but a sign of life, for a stage that needs no value of another
+
+
+class Origin(Enum):
+    """How a value comes about."""
+
+    INPUT = "input"  # given by the caller
+    HELD = "held"  # a parameter, or a buffer without value yet, that glue reads: it is where it is needed
+    CALL = "call"  # a result of a unit
+    GLUE = "glue"  # computed by glue from its parents; without any it is the same on every stage
+    ALIAS = "alias"  # a tensor that was changed in place after it was made
+
+
+@attrs.frozen
+class Value:
+    """One tensor that glue or a unit sees.
+
+    Attributes:
+        key: its name, the same on every stage; of aliases and what is held, which never cross, any.
+        origin: how it comes about.
+        name: the input's or parameter's name, or what computed it.
+        parents: positions, in the list of values, of what it is computed from.
+        nbytes: its size in the example.
+        can_cross: whether a stage can take it from another instead of computing it.
+        is_written: whether it is changed in place later on.
+    """
+
+    key: Key
+    origin: Origin
+    name: str
+    parents: tuple[int, ...] = ()
+    nbytes: int = 0
+    can_cross: bool = True
+    is_written: bool = False
+
+
+@attrs.frozen
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        number: among the forward's calls and operations.
+        unit: the unit's name.
+        inputs: positions of the values that it takes.
+    """
+
+    number: int
+    unit: str
+    inputs: tuple[int, ...]
+
+
+@attrs.frozen
+class Read:
+    """Where Python itself looks at data, such as in an ``if``.
+
+    Attributes:
+        number: how many calls and operations come before it.
+        value: position of the value.
+        what: how, and the line of the source.
+    """
+
+    number: int
+    value: int
+    what: str
+
+
+@attrs.frozen
+class Recording:
+    """One forward of the example.
+
+    Attributes:
+        names: of each numbered call and operation, in order.
+        values: every tensor; parents come before what is computed from them.
+        calls: calls of units.
+        reads: looks at data.
+        results: positions of the tensors that the model returns.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    reads: tuple[Read, ...]
+    results: tuple[int, ...]
