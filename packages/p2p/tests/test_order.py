@@ -231,19 +231,38 @@ def test_malformed_sequences_are_refused() -> None:
         prove_order([], "ring", FIFO)
 
 
-def test_time_grows_in_proportion() -> None:
-    """A tenth of the million messages' ends that the benchmark takes, in well under a tenth of its 10 s."""
+def one_f_one_b(ranks: int, microbatches: int) -> list[list[Step]]:
+    sequences = []
+    for rank in range(ranks):
+        ops = []
+        for microbatch in range(microbatches):
+            if rank > 0:
+                ops.append(send_f(rank - 1, rank, rank - 1, microbatch).mirror)
+            if rank < ranks - 1:
+                ops += [
+                    send_f(rank, rank + 1, rank, microbatch),
+                    send_b(rank + 1, rank, rank + 1, microbatch).mirror,
+                ]
+            if rank > 0:
+                ops.append(send_b(rank, rank - 1, rank, microbatch))
+        sequences.append(blocking(*ops))
+    return sequences
 
-    def seconds(count: int) -> float:
-        ops = [send_f(0, 1, microbatch=number) for number in range(count)]
-        sequences = [blocking(*ops), blocking(*(op.mirror for op in ops))]
-        start = time.process_time()
-        prove_order(sequences, "per-edge", FIFO_RENDEZVOUS)
-        return time.process_time() - start
 
-    small, large = seconds(5_000), seconds(50_000)
-    assert large < 3.0  # 100,000 ends; about 0.5 s on a quiet machine
-    assert large < 30 * small
+@pytest.mark.parametrize("rules", [FIFO_RENDEZVOUS, TAGGED])
+def test_work_grows_in_proportion(rules: Rules) -> None:
+    """A million ends take seconds (benchmarks/p2p.py) because ten times the ends take about ten times the time."""
+
+    def seconds(microbatches: int) -> float:
+        sequences, taken = one_f_one_b(4, microbatches), []
+        for _ in range(3):
+            start = time.process_time()
+            proof = prove_order(sequences, "per-edge", rules)
+            taken.append(time.process_time() - start)
+        assert proof.num_messages == 6 * microbatches
+        return min(taken)
+
+    assert seconds(1500) < 30 * seconds(150)
 
 
 # ---- the proof against the loopback transport

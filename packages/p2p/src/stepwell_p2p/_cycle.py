@@ -48,7 +48,7 @@ def explain(run: Run) -> DeadlockError:
     for number, node in enumerate(cycle):
         end, because = arcs[node][cycle[(number + 1) % len(cycle)]]
         op = ends.ops[end]
-        action = ends.label_of(ends.group_batch[ends.group_of[end]])
+        action = ends.label_of(end)
         if isinstance(node, int):
             action = ends.sequences[node][run.position[node]].label or action
         links.append(Blocked(op.rank, action, ends.policy.channel_of(op), op, because))
@@ -63,9 +63,10 @@ def _stuck(run: Run) -> dict[_Node, list[int]]:
     for rank, batch in enumerate(run.blocked_on):
         if batch >= 0:
             stuck[rank] = [end for end in ends.ends_of_batch(batch) if not run.done[end]]
-    for lane, groups in run.lanes.items():
-        if groups:
-            stuck[lane] = [end for end in ends.ends_of_group(groups[0]) if not run.done[end]]
+    for lane, queue, turns in zip(ends.lanes, ends.queues, run.turns, strict=True):
+        unfinished = [end for end in queue[:turns] if not run.done[end]]
+        if unfinished:
+            stuck[lane] = unfinished
     return stuck
 
 
@@ -83,15 +84,16 @@ def _reason(run: Run, end: int) -> tuple[_Node, str]:
     op = ends.ops[end]
     if not run.active[end]:
         return _behind(run, end, "it")
-    if run.posted[ends.group_batch[ends.group_of[other]]]:
+    if run.posted[ends.batch_of[other]]:
         return _behind(run, other, f"rank {op.peer} has posted its end, but that")
     verb = "receive" if op.kind.is_send else "send"
     return op.peer, f"rank {op.peer} has not come to {verb} it"
 
 
 def _behind(run: Run, end: int, what: str) -> tuple[_Node, str]:
-    lane = run.ends.group_lane[run.ends.group_of[end]]
-    first = next(member for member in run.ends.ends_of_group(run.lanes[lane][0]) if not run.done[member])
+    number = run.ends.lane_of[end]
+    lane, queue = run.ends.lanes[number], run.ends.queues[number]
+    first = next(member for member in queue if not run.done[member])
     return lane, f"{what} stands in rank {lane[0]}'s channel {lane[1]} behind {run.ends.ops[first]}"
 
 

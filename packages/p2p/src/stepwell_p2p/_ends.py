@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from ._channels import ChannelPolicy
 from ._op import Op
@@ -13,18 +13,26 @@ from .exceptions import DeadlockError, P2PUsageError
 Lane = tuple[int, str]
 """One rank's side of one channel: rank and channel."""
 
-_Place = tuple[str, int, int]
-_Waiting = dict[Hashable, int | deque[int]]
+_Line = tuple[list[int], list[int]]
+"""What crosses one edge on one channel: the ends of the sends, and those of the receives, in order."""
 
 
 class Ends:
-    """Flat tables over the numbers of ends, groups (the ends of one batch on one channel) and batches.
+    """Flat tables over the numbers of ends, batches and lanes.
 
-    Groups of a batch, and ends of a group, have consecutive numbers: those of group ``g`` are
-    ``range(group_first[g], group_first[g + 1])``, and likewise ``batch_first`` for the groups of a batch. Plain lists of numbers,
-    because a million messages shall fit in memory and pass in seconds.
+    Ends are numbered rank by rank in the order in which they are posted, so those of batch ``b`` are
+    ``range(first[b], first[b + 1])``. Plain lists of numbers, because a million messages shall fit in memory and pass in seconds.
 
     Attributes:
+        ops: by end.
+        batch_of: by end.
+        lane_of: by end; empty where messages match by op, since then no message stands behind another.
+        is_send: by end.
+        other: by end: the other end of the same message.
+        first: by batch: its first end.
+        lanes: by lane: rank and channel.
+        queues: by lane: its ends in the order in which they are posted.
+        programs: by rank and step: the batch that it posts; ``~batch`` for one that it waits for; None for local work.
         problem: why the ends do not fit together, or None.
     """
 
@@ -32,138 +40,114 @@ class Ends:
         self.sequences = sequences
         self.policy = policy
         self.ops: list[Op] = []
-        self.rank_of: list[int] = []
-        self.other: list[int] = []
+        self.batch_of: list[int] = []
+        self.lane_of: list[int] = []
         self.is_send = bytearray()
-        self.group_of: list[int] = []
-        self.group_first: list[int] = []
-        self.group_lane: list[Lane] = []
-        self.group_batch: list[int] = []
-        self.batch_first: list[int] = []
-        self.batch_step: list[tuple[int, int]] = []  # rank and step index of the post
-        self.batch_at: list[dict[int, int]] = [{} for _ in sequences]  # step index -> batch
+        self.first: list[int] = []
+        self.lanes: list[Lane] = []
+        self.queues: list[list[int]] = []
+        self.programs: list[list[int | None]] = []
         self._tagged = tagged
-        self._sends: defaultdict[_Place, list[int]] = defaultdict(list)  # by channel and edge
-        self._recvs: defaultdict[_Place, list[int]] = defaultdict(list)
-        self._open_sends: _Waiting = {}  # by message: those that have not met their other end
-        self._open_recvs: _Waiting = {}
-        self._lanes: dict[tuple[int, int, int, bool], Lane] = {}
-        for rank, sequence in enumerate(sequences):
-            for index, step in enumerate(sequence):
-                if isinstance(step, Post):
-                    self._add_batch(rank, index, step)
-                elif isinstance(step, Wait) and step.post not in self.batch_at[rank]:
-                    raise P2PUsageError(
-                        f"rank {rank}, step {index} waits for step {step.post}, which is no earlier post"
-                    )
-        self.group_first.append(len(self.ops))
-        self.batch_first.append(len(self.group_lane))
-        self.problem = self._match_tagged() if tagged else self._match_in_order()
-        del self._sends, self._recvs, self._open_sends, self._open_recvs
+        self._lane_numbers: dict[Lane, int] = {}
+        self._lines: defaultdict[tuple[str, int, int], _Line] = defaultdict(lambda: ([], []))
+        for rank in range(len(sequences)):
+            self.programs.append(self._number(rank))
+        self.first.append(len(self.ops))
+        self.other = [-1] * len(self.ops)
+        self.problem = self._match()
+        del self._lines
 
-    def label_of(self, batch: int) -> str:
-        """The label of a batch's post."""
-        rank, index = self.batch_step[batch]
-        step = self.sequences[rank][index]
+    def label_of(self, end: int) -> str:
+        """The label of the post that an end belongs to."""
+        rank = self.ops[end].rank
+        step = self.sequences[rank][self.programs[rank].index(self.batch_of[end])]
         return step.label
 
     def ends_of_batch(self, batch: int) -> range:
-        """The ends of all its groups."""
-        return range(self.group_first[self.batch_first[batch]], self.group_first[self.batch_first[batch + 1]])
-
-    def ends_of_group(self, group: int) -> range:
         """Its ends."""
-        return range(self.group_first[group], self.group_first[group + 1])
+        return range(self.first[batch], self.first[batch + 1])
 
-    def _add_batch(self, rank: int, index: int, step: Post) -> None:
-        batch = self.batch_at[rank][index] = len(self.batch_first)
-        self.batch_first.append(len(self.group_lane))
-        self.batch_step.append((rank, index))
-        if self._tagged or len(step.ops) == 1:  # where messages match by op, the whole batch goes together
-            if step.ops:
-                self._add_group(rank, (rank, "") if self._tagged else self._lane(rank, step.ops[0]), batch, step.ops)
-            return
-        groups: dict[Lane, list[Op]] = {}
-        for op in step.ops:
-            groups.setdefault(self._lane(rank, op), []).append(op)
-        for lane, ops in groups.items():
-            self._add_group(rank, lane, batch, ops)
-
-    def _add_group(self, rank: int, lane: Lane, batch: int, ops: Sequence[Op]) -> None:
-        group = len(self.group_lane)
-        self.group_first.append(len(self.ops))
-        self.group_lane.append(lane)
-        self.group_batch.append(batch)
-        for op in ops:
-            end, edge, is_send = len(self.ops), op.edge, op.kind.is_send
-            if (edge.source if is_send else edge.destination) != rank:
-                raise P2PUsageError(
-                    f"rank {rank} posts {op} in {self.label_of(batch)!r}, which is rank {op.rank}'s to post"
-                )
-            self.ops.append(op)
-            self.rank_of.append(rank)
-            self.is_send.append(is_send)
-            self.group_of.append(group)
-            if self._tagged:
-                ours, theirs = self._open_sends, self._open_recvs
-                self._meet(op.message, end, *((ours, theirs) if is_send else (theirs, ours)))
+    def _number(self, rank: int) -> list[int | None]:
+        """Number what one rank posts; the rank's program."""
+        ops, batch_of, lane_of, is_sends, first = self.ops, self.batch_of, self.lane_of, self.is_send, self.first
+        tagged = self._tagged
+        program: list[int | None] = []
+        routes: dict[int, tuple[list[int], int, list[int]]] = {}  # by peer and kind
+        for index, step in enumerate(self.sequences[rank]):
+            if isinstance(step, Post):
+                batch = len(first)
+                program.append(batch)
+                first.append(len(ops))
+                for op in step.ops:
+                    kind, edge = op.kind, op.edge
+                    is_send = kind.is_send
+                    mine, peer = (edge.source, edge.destination) if is_send else (edge.destination, edge.source)
+                    if mine != rank:
+                        raise P2PUsageError(f"rank {rank} posts {op} in {step.label!r}, which is rank {mine}'s to post")
+                    route = routes.get(4 * peer + kind.number)
+                    if route is None:
+                        route = routes[4 * peer + kind.number] = self._route(rank, op)
+                    line, lane, queue = route
+                    end = len(ops)
+                    ops.append(op)
+                    batch_of.append(batch)
+                    is_sends.append(is_send)
+                    line.append(end)
+                    if not tagged:
+                        lane_of.append(lane)
+                        queue.append(end)
+            elif isinstance(step, Wait):
+                posted = program[step.post] if 0 <= step.post < index else None
+                if posted is None or posted < 0:
+                    raise P2PUsageError(
+                        f"rank {rank}, step {index} waits for step {step.post}, which is no earlier post"
+                    )
+                program.append(~posted)
             else:
-                (self._sends if is_send else self._recvs)[lane[1], edge.source, edge.destination].append(end)
+                program.append(None)
+        return program
 
-    def _meet(self, key: Hashable, end: int, ours: _Waiting, theirs: _Waiting) -> None:
-        """Match with the first of the other ends that wait under this key, or wait. A single end stands for itself."""
-        waiting = theirs.pop(key, None)
-        if waiting is None:
-            before = ours.get(key)
-            if before is None:
-                ours[key] = end
-            elif isinstance(before, deque):
-                before.append(end)
-            else:
-                ours[key] = deque((before, end))
-            self.other.append(-1)
-            return
-        if isinstance(waiting, deque):
-            first = waiting.popleft()
-            if waiting:
-                theirs[key] = waiting
-        else:
-            first = waiting
-        self.other[first] = end
-        self.other.append(first)
+    def _route(self, rank: int, op: Op) -> tuple[list[int], int, list[int]]:
+        """Where ends of the same peer and kind go: the line in which they meet their other ends, and their lane."""
+        channel = "" if self._tagged else self.policy.channel_of(op)
+        line = self._lines[channel, op.edge.source, op.edge.destination][not op.kind.is_send]
+        lane = self._lane_numbers.setdefault((rank, channel), len(self.lanes))
+        if lane == len(self.lanes):
+            self.lanes.append((rank, channel))
+            self.queues.append([])
+        return line, lane, self.queues[lane]
 
-    def _lane(self, rank: int, op: Op) -> Lane:
-        key = (rank, op.edge.source, op.edge.destination, op.kind.is_forward)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = (rank, self.policy.channel_of(op))
-        return lane
-
-    def _match_tagged(self) -> DeadlockError | None:
-        """All have met already, but for those that are alone."""
-        if not (self._open_sends or self._open_recvs):
-            return None
-        everyone = range(len(self.ops))
-        sends = [end for end in everyone if self.is_send[end]]
-        return self._unmatched(sends, [end for end in everyone if not self.is_send[end]])
-
-    def _match_in_order(self) -> DeadlockError | None:
-        self.other = [-1] * len(self.ops)
-        for key in {**self._sends, **self._recvs}:
-            sends, recvs = self._sends[key], self._recvs[key]
-            for send, recv in zip(sends, recvs, strict=False):  # the k-th send meets the k-th receive
-                ours, theirs = self.ops[send], self.ops[recv]
+    def _match(self) -> DeadlockError | None:
+        ops, other = self.ops, self.other
+        for sends, recvs in self._lines.values():
+            for place, (send, recv) in enumerate(
+                zip(sends, recvs, strict=False)
+            ):  # the k-th send meets the k-th receive
+                ours, theirs = ops[send], ops[recv]
                 if (
                     ours.microbatch != theirs.microbatch
                     or ours.stage != theirs.stage
                     or ours.index != theirs.index
                     or ours.kind.is_forward is not theirs.kind.is_forward
                 ):
-                    return self._unmatched(sends, recvs) or self._misordered(send, recv)
-                self.other[send], self.other[recv] = recv, send
+                    problem = self._unmatched(sends, recvs)
+                    if problem is not None or not self._tagged:
+                        return problem or self._misordered(send, recv)
+                    self._match_by_message(sends[place:], recvs[place:])
+                    break
+                other[send], other[recv] = recv, send
             if len(sends) != len(recvs):
                 return self._unmatched(sends, recvs)
         return None
+
+    def _match_by_message(self, sends: list[int], recvs: list[int]) -> None:
+        """Every send to the first of the receives of the same message, where their orders differ."""
+        waiting: defaultdict[object, deque[int]] = defaultdict(deque)
+        for recv in recvs:
+            waiting[self.ops[recv].message].append(recv)
+        for send in sends:
+            recv = waiting[self.ops[send].message].popleft()
+            self.other[send], self.other[recv] = recv, send
 
     def _unmatched(self, sends: list[int], recvs: list[int]) -> DeadlockError | None:
         """The first end whose other end is nowhere, if there is one."""
@@ -173,7 +157,7 @@ class Ends:
                 op = self.ops[end]
                 left[op.message] -= 1
                 if left[op.message] < 0:
-                    label = self.label_of(self.group_batch[self.group_of[end]])
+                    label = self.label_of(end)
                     where = f" in {label}" if label else ""
                     verb = "receives" if op.kind.is_send else "sends"
                     return DeadlockError(

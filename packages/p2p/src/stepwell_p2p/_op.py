@@ -15,6 +15,7 @@ class OpKind(enum.Enum):
     Attributes:
         is_send: whether this end gives the value.
         is_forward: whether the value travels downstream.
+        number: 0 to 3, for tables.
     """
 
     SEND_F = "SEND_F"
@@ -25,6 +26,7 @@ class OpKind(enum.Enum):
     def __init__(self, name: str) -> None:
         self.is_send = name.startswith("SEND")
         self.is_forward = name.endswith("F")
+        self.number = 2 * self.is_send + self.is_forward
 
     @property
     def other(self) -> OpKind:

@@ -9,16 +9,16 @@ comes to its end exactly if every run does. Under the rules
   go together; those of a later batch wait until they are done. (This is how a communicator with its own stream behaves.)
 * *buffered*, a send is done when it is its turn; *rendezvous*, when its receive has its turn too.
 
-The run takes time linear in the number of messages.
+The run takes time linear in the number of messages: every end is posted, gets its turn and is done once, and every step is passed
+once, or twice where its rank was blocked in it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections.abc import Sequence
 
-from ._ends import Ends, Lane
-from ._step import Post, Wait
+from ._ends import Ends
 from ._transport import Rules
 
 
@@ -29,7 +29,7 @@ class Run:
         active: by end: whether it has its turn.
         done: by end.
         posted: by batch.
-        lanes: by rank and channel: groups that are posted and not done. Only for first in, first out.
+        turns: by lane: how many of its ends have had their turn. Only for first in, first out.
         position: by rank: the step it is at.
         blocked_on: by rank: the batch it waits for, or -1.
     """
@@ -39,79 +39,85 @@ class Run:
         self.rules = rules
         self.active = bytearray(len(ends.ops))
         self.done = bytearray(len(ends.ops))
-        self.posted = bytearray(len(ends.batch_step))
-        self.lanes: dict[Lane, deque[int]] = {lane: deque() for lane in set(ends.group_lane)}
-        self._lane_of = [self.lanes[lane] for lane in ends.group_lane]
+        self.posted = bytearray(len(ends.first))
+        self.turns = [0] * len(ends.queues)
         self.position = [0] * len(ends.sequences)
         self.blocked_on = [-1] * len(ends.sequences)
-        self._group_left = _sizes(ends.group_first)
-        self._batch_left = _sizes([ends.group_first[group] for group in ends.batch_first])
+        self._left = [
+            end - start for start, end in itertools.pairwise(ends.first)
+        ]  # by batch: its ends that are not done
+        self._busy = [0] * len(ends.queues)  # by lane: its ends that have their turn and are not done
+        self._waiting: dict[int, int] = {}  # by batch: the rank that is blocked on it
         self._runnable = list(range(len(ends.sequences)))
-        self._moved: list[int] = []  # groups that were done just now
 
     def finishes(self) -> bool:
         """Let every rank go as far as it can; whether all came to their end and everything is done."""
+        post, left = self._post, self._left
         while self._runnable:
-            self._advance(self._runnable.pop())
-        return not any(self._batch_left) and all(batch < 0 for batch in self.blocked_on)
-
-    def _advance(self, rank: int) -> None:
-        sequence, at, batch_at = self.ends.sequences[rank], self.position[rank], self.ends.batch_at[rank]
-        while at < len(sequence):
-            step = sequence[at]
-            if isinstance(step, Post):
-                self._post(batch_at[at])
-            elif isinstance(step, Wait) and self._batch_left[batch_at[step.post]]:
-                self.blocked_on[rank] = batch_at[step.post]
-                break
-            at += 1
-        self.position[rank] = at
+            rank = self._runnable.pop()
+            program = self.ends.programs[rank]
+            for at in range(self.position[rank], len(program)):
+                batch = program[at]
+                if batch is None:
+                    continue
+                if batch >= 0:
+                    post(batch)
+                elif left[~batch]:
+                    self.position[rank], self.blocked_on[rank] = at, ~batch
+                    self._waiting[~batch] = rank
+                    break
+            else:
+                self.position[rank] = len(program)
+        return not any(left)
 
     def _post(self, batch: int) -> None:
-        ends = self.ends
-        self.posted[batch] = 1
-        if self.rules.tagged:
-            for end in ends.ends_of_batch(batch):
-                self._activate(end)
-            return
-        for group in range(ends.batch_first[batch], ends.batch_first[batch + 1]):
-            lane = self._lane_of[group]
-            lane.append(group)
-            if len(lane) == 1:
-                for end in ends.ends_of_group(group):
-                    self._activate(end)
-        while self._moved:
-            lane = self._lane_of[self._moved.pop()]
-            while lane and not self._group_left[lane[0]]:
-                lane.popleft()
-                if lane:
-                    for end in ends.ends_of_group(lane[0]):
-                        self._activate(end)
-
-    def _activate(self, end: int) -> None:
-        self.active[end] = 1
-        other = self.ends.other[end]
-        if self.active[other]:
-            self._complete(end)
-            if not self.done[other]:
-                self._complete(other)
-        elif not self.rules.rendezvous and self.ends.is_send[end]:
-            self._complete(end)
-
-    def _complete(self, end: int) -> None:
-        self.done[end] = 1
-        group = self.ends.group_of[end]
-        batch = self.ends.group_batch[group]
-        self._group_left[group] -= 1
-        self._batch_left[batch] -= 1
-        if not self._group_left[group] and not self.rules.tagged:
-            self._moved.append(group)
-        if not self._batch_left[batch]:
-            rank = self.ends.rank_of[end]
-            if self.blocked_on[rank] == batch:
-                self.blocked_on[rank] = -1
-                self._runnable.append(rank)
-
-
-def _sizes(first: list[int]) -> list[int]:
-    return [end - start for start, end in itertools.pairwise(first)]
+        """Post a batch, and do all that becomes possible by it. In one piece, for it runs once for each of a million messages."""
+        ends, fifo, rendezvous = self.ends, not self.rules.tagged, self.rules.rendezvous
+        lane_of, batch_of, other, queues = ends.lane_of, ends.batch_of, ends.other, ends.queues
+        active, done, posted, left, busy, turns = (
+            self.active,
+            self.done,
+            self.posted,
+            self._left,
+            self._busy,
+            self.turns,
+        )
+        posted[batch] = 1
+        start, stop = ends.first[batch], ends.first[batch + 1]
+        free = lane_of[start:stop]  # lanes that may be free for their next ends
+        ready: Sequence[int] = () if fifo else range(start, stop)  # ends that have their turn now
+        while True:
+            for end in ready:
+                active[end] = 1
+                mate = other[end]
+                if active[mate]:
+                    finished = (end,) if done[mate] else (end, mate)
+                elif rendezvous or not ends.is_send[end]:
+                    continue
+                else:
+                    finished = (end,)
+                for one in finished:
+                    done[one] = 1
+                    batch = batch_of[one]
+                    left[batch] -= 1
+                    if not left[batch] and batch in self._waiting:
+                        rank = self._waiting.pop(batch)
+                        self.blocked_on[rank] = -1
+                        self._runnable.append(rank)
+                    if fifo:
+                        lane = lane_of[one]
+                        busy[lane] -= 1
+                        if not busy[lane]:
+                            free.append(lane)
+            if not free:
+                return
+            lane = free.pop()
+            queue, start = queues[lane], turns[lane]
+            ready = ()
+            if busy[lane] or start == len(queue) or not posted[batch_of[queue[start]]]:
+                continue
+            batch, stop = batch_of[queue[start]], start + 1
+            while stop < len(queue) and batch_of[queue[stop]] == batch:
+                stop += 1
+            turns[lane], busy[lane] = stop, stop - start
+            ready = queue[start:stop]
