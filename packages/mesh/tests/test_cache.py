@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from stepwell_mesh import MeshCache, adapt_torch_get_mesh
+from stepwell_mesh import MeshCache, adapt_torch_get_mesh, topology_from_mesh
 from stepwell_mesh.exceptions import ExternalMeshError, MeshLookupError
 from stepwell_mesh.testing import FakeGetMesh
 from stepwell_meta import DTensorMeta, MeshKey, mesh_key
@@ -257,6 +257,85 @@ def several_of_one_key():
 
 def test_an_entry_lives_as_long_as_any_mesh_that_was_added_for_it(workers) -> None:
     workers.run(several_of_one_key, 4)
+
+
+def added_again_and_again():
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cache = MeshCache()
+    for _ in range(20):  # a step's tensors, say: each slice is another object, and the last one is gone by then
+        key = cache.add(world["tp"])
+    gc.collect()
+    entries = [one for one in gc.get_objects() if type(one).__name__ == "_Entry"]
+    assert cache.get(key) == world["tp"]
+    return len(entries)
+
+
+def test_a_mesh_that_is_added_again_and_again_takes_no_more_room(workers) -> None:
+    """Each slice of a living mesh left an entry behind, all of which could be sliced again and so counted as alive."""
+    assert workers.run(added_again_and_again, 4) == [1] * 4
+
+
+def turned_around():
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cache = MeshCache()
+    key = cache.add(DeviceMesh._concatenate([world["tp"], world["dp"]]))
+    assert key == MeshKey(("tp", "dp"), (2, 2), (1, 2))
+    gc.collect()
+    return key in cache
+
+
+def test_a_mesh_whose_axes_torch_would_not_slice_in_that_order_goes_with_its_object(workers) -> None:
+    """Looking it up raised torch's KeyError."""
+    assert workers.run(turned_around, 4) == [False] * 4
+
+
+def groups_made_anew(port):
+    rank = dist.get_rank()
+    old = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cache, example = MeshCache(), on(old)
+    cache.add_tensors([example, example + example])  # torch now remembers the sum of two such tensors
+    whole, tp = mesh_key(old), cache.add(old["tp"])
+    dist.destroy_process_group()
+    assert whole not in cache
+    assert len(cache) == 0
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    dist.new_group([0, 1, 2, 3])  # so that the old names come to mean other groups
+    new = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for add in (lambda: cache.add(old), lambda: cache.add(old["tp"]), lambda: cache.add_tensors([example])):
+        with pytest.raises(ExternalMeshError, match=r"has no process groups of its own: .* is from before torch.dist"):
+            add()
+    with pytest.raises(
+        MeshLookupError, match=r"get_mesh was asked for the key \(tp=2\), .* has no process groups of its"
+    ):
+        MeshCache(lambda key: old["tp"]).get(tp)
+
+    # What an operator gives for tensors on the new mesh bears the old one, until torch is made to forget it.
+    with pytest.raises(
+        ExternalMeshError, match=r"remember meshes of before until stepwell_meta.forget_meshes\(\) is called"
+    ):
+        cache.add_tensors([on(new) + on(new)])
+    topology_from_mesh(new, "ddp")  # does so
+    cache.add_tensors([on(new) + on(new)])
+    assert cache.get(whole) is new
+    assert cache.get(cache.add(new["tp"])).get_group() is new.get_group("tp")
+
+
+def test_a_mesh_from_before_a_new_start_of_torch_distributed_is_refused_and_forgotten(workers) -> None:
+    """torch keeps such meshes alive. The cache gave one for a received DTensor, and its collective waited for other ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers.run(groups_made_anew, 4, store.port)
+
+
+def without_groups():
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",), _init_backend=False)
+    with pytest.raises(ExternalMeshError, match="it was made without, or the mesh is from before"):
+        MeshCache().add(mesh)
+
+
+def test_a_mesh_that_was_made_without_groups_is_refused(workers) -> None:
+    workers.run(without_groups, 2)
 
 
 def flattened():

@@ -211,12 +211,19 @@ def refusals() -> list[str]:
         lambda: DTensorMeta.from_dtensor(torch.zeros(2)),  # type: ignore[arg-type]
         lambda: TensorMeta.from_tensor(distribute_tensor(torch.zeros(4), mesh, (Shard(0),))),
         lambda: DTensorMeta.from_dtensor(masked_partial(mesh)),
+        lambda: DTensorMeta.from_dtensor(of_the_other_rank()),
     ):
         try:
             attempt()
         except MetadataError as error:
             words.append(str(error))
     return words
+
+
+def of_the_other_rank() -> DTensor:
+    """A DTensor on a mesh without this rank: its local shard is an empty tensor of one dim, whatever the whole."""
+    meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]
+    return DTensor.from_local(torch.zeros(4, 8), meshes[1 - dist.get_rank()], (Replicate(),), run_check=False)
 
 
 def masked_partial(mesh: DeviceMesh) -> DTensor:
@@ -236,7 +243,8 @@ def test_what_does_not_fit_is_refused(workers: WorkerPool) -> None:
         assert words[3] == "expected a DTensor, got torch.Tensor: use extract_meta for tensors of either kind"
         assert words[4].endswith("unwrap it to plain tensors first, got torch.distributed.tensor.DTensor")
         assert "MaskPartial: redistribute() the DTensor first" in words[5]
-        assert len(words) == 6
+        assert words[6].startswith("this rank holds no shard: it is not in DeviceMesh((1,), 'cpu'")
+        assert len(words) == 7
 
 
 def test_it_is_no_tensor_meta_but_has_one() -> None:

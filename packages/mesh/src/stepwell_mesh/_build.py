@@ -9,8 +9,11 @@ from typing import Protocol, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from stepwell_meta import forget_meshes
+
 from ._compat import register_group, resolve_group, unregister_group
 from ._device import default_device_type, require_device_type
+from ._groups import REMADE, group_along, ranks_along
 from ._layout import MeshAxes, Role, named_axes
 from ._topology import (
     GROUP_NAMES,
@@ -183,6 +186,7 @@ def _declared_by(context: object) -> DeclaredSizes | None:
 
 
 def _register(plan: AxisPlan, mesh: DeviceMesh) -> DataParallelTopology:
+    forget_meshes()  # parameters that are DTensors on this mesh must not meet one that had the same ranks before
     axes: dict[Role, str | None] = {"replicate": plan.roles.replicate, "shard": plan.roles.shard}
     groups = {role: None if axis is None else _group_of(mesh, axis) for role, axis in axes.items()}
     names = {role: None if group is None else _name_group(GROUP_NAMES[role], group) for role, group in groups.items()}
@@ -199,19 +203,13 @@ def _register(plan: AxisPlan, mesh: DeviceMesh) -> DataParallelTopology:
 
 def _group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """The process group along an axis, once it is certain that it is that: torch finds it by a name it may have used again."""
-    try:
-        group = mesh.get_group(axis)
-    except RuntimeError as error:
-        raise ExternalMeshError(
-            f"the axis {axis!r} of {mesh} has no process group: the mesh was made without, or its groups were destroyed;"
-            " make the mesh after init_process_group, with its groups"
-        ) from error
-    expected, ranks = mesh[axis].mesh.tolist(), dist.get_process_group_ranks(group)
+    number = (mesh.mesh_dim_names or ()).index(axis)
+    group = group_along(mesh, number)
+    expected, ranks = ranks_along(mesh)[number], dist.get_process_group_ranks(group)
     if ranks != expected:
         raise ExternalMeshError(
-            f"the axis {axis!r} of {mesh} runs over the ranks {expected}, but its process group over {ranks}. Either the"
-            " mesh is from before torch.distributed was initialised anew, or ranks do not rise along the axis; make a new"
-            " mesh"
+            f"the axis {axis!r} of {mesh} runs over the ranks {expected}, but its process group over {ranks}. Either"
+            f" {REMADE}, or ranks do not rise along the axis; make a new mesh"
         )
     return group
 

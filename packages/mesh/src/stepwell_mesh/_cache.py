@@ -8,6 +8,9 @@ sliced from; the groups belong to neither. A cache that held meshes would keep t
 that looked at the sub-mesh object only would forget "the TP mesh" when the example tensor that came with it is dropped. An entry
 here lives as long as the mesh that was added, *or the one it was sliced from*: while the latter lives, the sub-mesh is sliced
 from it again.
+
+A mesh may also outlive its groups: torch's DTensor operators remember meshes, and a program may destroy its groups and make them
+anew. Such a mesh is as good as dead: it is refused, and one that the cache holds is passed over.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stepwell_meta import MeshKey, mesh_key
 
 from ._compat import root_mesh
+from ._groups import REMADE, has_groups, ranks_along
 from .exceptions import ExternalMeshError, MeshLookupError
 
 
@@ -77,7 +82,7 @@ class MeshCache:
         """Remember a mesh; returns its key.
 
         Raises:
-            ExternalMeshError: this rank is not in the mesh.
+            ExternalMeshError: this rank is not in the mesh, or the mesh has no process groups (any more).
             MeshLookupError: another mesh with this key, over other ranks or another device type, is in the cache.
         """
         if mesh.get_coordinate() is None:
@@ -91,8 +96,10 @@ class MeshCache:
                 key=key,
             )
         if known is not mesh:
-            live = [entry for entry in self._entries.get(key, []) if entry.mesh() is not None]
-            self._entries[key] = [*live, _Entry(key, mesh)]
+            entry = _Entry(key, mesh)
+            if entry.mesh() is None:
+                raise ExternalMeshError(_without_groups(mesh))
+            self._entries[key] = [*(one for one in self._entries.get(key, []) if one.adds_to(entry)), entry]
         return key
 
     def add_tensors(self, tensors: Iterable[object]) -> None:
@@ -150,18 +157,25 @@ class _Entry:
 
     def __init__(self, key: MeshKey, mesh: DeviceMesh) -> None:
         self._key = key
-        self._mesh = weakref.ref(mesh)
+        self._ranks = ranks_along(mesh)
+        self._added = weakref.ref(mesh)
         self._root = weakref.ref(root_mesh(mesh))
+        self._sliced: Callable[[], DeviceMesh | None] = lambda: None
 
     def mesh(self) -> DeviceMesh | None:
-        """The mesh, sliced again if need be; None when it is gone."""
-        mesh = self._mesh()
-        root = self._root()
-        if mesh is None and root is not None:
+        """The mesh, sliced again if need be; None when it, or its process groups, are gone."""
+        if not dist.is_initialized():  # no mesh has groups, and torch cannot even slice one
+            return None
+        mesh = self._added() or self._sliced()
+        if mesh is None and (root := self._root()) is not None:
             mesh = _slice(root, self._key)
             if mesh is not None:
-                self._mesh = weakref.ref(mesh)
-        return mesh
+                self._sliced = weakref.ref(mesh)
+        return mesh if mesh is not None and has_groups(mesh, self._ranks) else None
+
+    def adds_to(self, other: _Entry) -> bool:
+        """Whether this entry may still serve when the other one is dead."""
+        return self.mesh() is not None and (self._added() is not None or self._root() is not other._root())
 
 
 def _slice(root: DeviceMesh, key: MeshKey) -> DeviceMesh | None:
@@ -169,7 +183,10 @@ def _slice(root: DeviceMesh, key: MeshKey) -> DeviceMesh | None:
     names = key.axis_names
     if not names or not set(names) <= set(root.mesh_dim_names or ()):
         return None
-    mesh = root[names]
+    try:
+        mesh = root[names]
+    except KeyError:  # torch slices axes in the root's order only, but concatenates meshes in any
+        return None
     return mesh if mesh_key(mesh) == key else None
 
 
@@ -197,6 +214,8 @@ def _ask(get_mesh: GetMesh, key: MeshKey) -> DeviceMesh:
             " this rank",
             key=key,
         )
+    if not has_groups(mesh, ranks_along(mesh)):
+        raise MeshLookupError(f"get_mesh was asked for the key {key}, and {_without_groups(mesh)}", key=key)
     found = mesh_key(mesh)
     if found != key:
         raise MeshLookupError(
@@ -205,6 +224,13 @@ def _ask(get_mesh: GetMesh, key: MeshKey) -> DeviceMesh:
             key=key,
         )
     return mesh
+
+
+def _without_groups(mesh: DeviceMesh) -> str:
+    return (
+        f"{mesh} has no process groups of its own: it was made without, or {REMADE}. Make it after init_process_group, and the"
+        " DTensors on it; torch's DTensor operators remember meshes of before until stepwell_meta.forget_meshes() is called"
+    )
 
 
 def _same(one: DeviceMesh, other: DeviceMesh) -> bool:

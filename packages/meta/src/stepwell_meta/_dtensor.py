@@ -102,12 +102,17 @@ class DTensorMeta:
         """Describe a DTensor.
 
         Raises:
-            UnsupportedValueError: ``tensor`` is no DTensor, its local shard is no plain tensor, or it has a
-                placement that is bound to this rank.
+            UnsupportedValueError: ``tensor`` is no DTensor, its local shard is no plain tensor, it has a
+                placement that is bound to this rank, or this rank is not in its mesh.
         """
         if type(tensor) is not DTensor:
             raise UnsupportedValueError(
                 f"expected a DTensor, got {type_name(tensor)}: use extract_meta for tensors of either kind",
+                type_name=type_name(tensor),
+            )
+        if tensor.device_mesh.get_coordinate() is None:
+            raise UnsupportedValueError(
+                f"this rank holds no shard: it is not in {tensor.device_mesh}; use the DTensor on that mesh's ranks only",
                 type_name=type_name(tensor),
             )
         with torch.no_grad():  # gives the shard itself, without a step in the autograd graph
