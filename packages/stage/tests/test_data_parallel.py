@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Placement
+from stepwell_p2p import C10dTransport, Placement, Post, Wait
 from stepwell_p2p.exceptions import PeerFailure
+from stepwell_p2p.testing import RecordingTransport
 from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule, lower
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.run._data_parallel import find_data_parallel
@@ -429,12 +431,9 @@ def test_wrappings_that_cannot_be_held_back_are_refused(workers: WorkerPool) -> 
 # FSDP2.
 
 
-def traffic(
-    make: Callable[..., Schedule], **options: Any
-) -> tuple[list[dict[str, int]], tuple[Action, ...], list[bool]]:
-    """Collectives of the first and second step and of an evaluation, the rank's plan, and whether anything stays gathered."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    counts: collections.Counter[str] = collections.Counter()
+@contextlib.contextmanager
+def collectives(note: Callable[[str], None]) -> Iterator[None]:
+    """Within it, every gather and every reduction of shards is noted."""
     kinds = {  # by name in one version of torch or another
         "all_gather_into_tensor": "gather",
         "all_gather_single": "gather",
@@ -443,27 +442,37 @@ def traffic(
     }
     originals = {name: getattr(dist, name) for name in kinds if hasattr(dist, name)}
 
-    def counted(name: str) -> Any:
+    def noted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts[kinds[name]] += 1
+            note(kinds[name])
             return originals[name](*args, **kwargs)
 
         return call
 
-    layers = build_layers()
-    executor = executor_on(mesh, wrap_fsdp_layers, make(2, 4, **options), layers)
-    inputs, target = own_half(mesh, executor)
-    found = []
     for name in originals:
-        setattr(dist, name, counted(name))
+        setattr(dist, name, noted(name))
     try:
-        for run in (executor.step, executor.step, executor.eval):
-            run(*inputs, target=target)
-            found.append(dict(counts))
-            counts.clear()
+        yield
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+def traffic(
+    make: Callable[..., Schedule], **options: Any
+) -> tuple[list[dict[str, int]], tuple[Action, ...], list[bool]]:
+    """Collectives of the first and second step and of an evaluation, the rank's plan, and whether anything stays gathered."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    layers = build_layers()
+    executor = executor_on(mesh, wrap_fsdp_layers, make(2, 4, **options), layers)
+    inputs, target = own_half(mesh, executor)
+    log: list[str] = []
+    found = []
+    with collectives(log.append):
+        for run in (executor.step, executor.step, executor.eval):
+            run(*inputs, target=target)
+            found.append(dict(collections.Counter(log)))
+            log.clear()
     gathered = [not isinstance(p, DTensor) for p in executor.parameters()]
     rank = mesh.get_local_rank("pp")
     return found, executor.plan.actions[rank], gathered
@@ -483,6 +492,45 @@ def test_parameters_are_gathered_and_gradients_reduced_where_the_plan_says(
             assert own[0] is Kind.UNSHARD
             assert own[-2:] == [Kind.REDUCE_GRAD, Kind.RESHARD]
             assert all(kind.is_compute for kind in own[1:-2])
+
+
+def first_steps() -> dict[str, Any]:
+    """Two steps of sharded stages, that declare their values or not; what was sent and gathered in which order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    rank = mesh.get_local_rank("pp")
+    inner = C10dTransport(mesh.get_group("pp"))
+    x, y = (part[mesh.get_local_rank("dp") * ROWS :][:ROWS] for part in batch())
+    value, needs = torch.zeros(ROWS // 4, WIDTH), torch.zeros(ROWS // 4, WIDTH, requires_grad=True)
+    found = {}
+    for declared in (False, True):
+        transport = RecordingTransport(inner)
+        options = {"input_args": needs if rank else value, "output_args": needs} if declared else {}
+        (stage,) = stages_on(mesh, wrap_fsdp_layers, Placement.loop(2, 2), build_layers(), **options)
+        executor = Executor(stage, one_f_one_b(2, 4), functional.mse_loss, transport=transport)
+        gathers, forwards = [], []
+        stage.submodule.register_forward_pre_hook(lambda *_, log=forwards: log.append(1))
+        with collectives(lambda kind, log=gathers, carrier=transport: log.append((kind, len(carrier.steps)))):
+            executor.step(*((x,) if stage.is_first else ()), target=y if stage.is_last else None)
+            sent = transport.steps[:]
+            executor.step(*((x,) if stage.is_first else ()), target=y if stage.is_last else None)
+        first = next(position for kind, position in gathers if kind == "gather")
+        agreeing = {
+            n for n, one in enumerate(sent) if isinstance(one, Post) and any(op.microbatch == -1 for op in one.ops)
+        }
+        done = {one.post for one in sent[:first] if isinstance(one, Wait)}
+        found[declared] = len(forwards), len(gathers), len(agreeing), len(agreeing - done)
+    inner.close()
+    return found
+
+
+def test_p015_nothing_is_agreed_on_while_parameters_are_gathered(workers: WorkerPool) -> None:
+    """In torch the stages of a first step were probed, and the probe's gathers met the messages about shapes."""
+    for found in workers.run(first_steps, 4, deadline=DEADLINE):
+        for forwards, collective, agreeing, pending in found.values():
+            assert forwards == 2 * 4  # no stage runs to be probed
+            assert collective == 2 * (2 + 2)  # two layers, each gathered and reduced once a step
+            assert agreeing > 0
+            assert pending == 0  # all that is agreed on has arrived when the first gather starts
 
 
 def wrap_mixed(module: nn.Module, mesh: Any) -> nn.Module:
