@@ -43,7 +43,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from .._compat import has_saved_tensor_hooks, tree_flatten
+from .._compat import has_saved_tensor_hooks, run_backward, tree_flatten
 from ..exceptions import StageUsageError
 
 Grads: TypeAlias = tuple[torch.Tensor | None, ...]
@@ -181,7 +181,7 @@ class Deferred:
 def run_whole(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[Any]) -> Grads:
     """See :func:`stage_backward`."""
     if roots:
-        torch.autograd.backward(roots, grads)
+        run_backward(roots, grads)
     return _take_grads(inputs)
 
 

@@ -104,4 +104,4 @@ def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise StageUsageError(f"loss_fn must return a tensor with one element, or named ones, got {got}")
-    return loss.reshape(())
+    return loss if loss.dim() == 0 else loss.reshape(())

@@ -161,6 +161,8 @@ class Batch:
         Raises:
             StageUsageError: as :meth:`inputs`.
         """
+        if not self.kwargs and self.kwarg_mbs is None:
+            return [{}] * num_microbatches
         return [kwargs for _, kwargs in self.inputs(num_microbatches, None, spec, has_batch=False)]
 
     def targets(self, num_microbatches: int) -> list[Any] | None:

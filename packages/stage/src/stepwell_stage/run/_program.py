@@ -22,6 +22,9 @@ class StageProgram(Protocol):
     """The computation of one stage, as actions ask for it. Knows nothing of ranks, messages or schedules.
 
     Microbatches are independent: several may be between their forward and their backward at once, in any order.
+
+    A program may also have a method ``clear()``: it is called at the end of every step, also of one that failed, to let go of what
+    it keeps for backwards that will not come.
     """
 
     def forward(
@@ -147,8 +150,16 @@ class EagerProgram:
         if self.data_parallel is not None:
             self.data_parallel.reduce_grads()
 
+    def clear(self) -> None:
+        """Let go of every microbatch."""
+        self._leaves.clear()
+        self._left.clear()
+
     def _microbatch(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.data_parallel is None else self.data_parallel.microbatch()
+        return _NOTHING_AROUND if self.data_parallel is None else self.data_parallel.microbatch()
+
+
+_NOTHING_AROUND = contextlib.nullcontext()
 
 
 def is_sharded(program: StageProgram) -> bool:

@@ -129,8 +129,11 @@ class StageRun:
         """Let go of every value, at the end of a step or after a failure."""
         self.data = _NO_DATA
         self._roots.clear()
-        for link in (*self.in_links.values(), *self.out_links.values()):
+        for link in (*self._ins, *self._outs):
             link.clear()
+        clear = getattr(self.program, "clear", None)  # programs may have it, see StageProgram
+        if clear is not None:
+            clear()
 
     # Forward.
 
