@@ -101,10 +101,10 @@ class Absence:
             )
         except DATA_ERRORS as error:
             raise NeedsDataError(source_line(name)) from error
-        return target if written else out
+        return out if not written or out is None else target
 
     def _as_absent(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.of(tensor) if not isinstance(tensor, FakeTensor) and self.is_absent(tensor) else tensor
+        return tensor if isinstance(tensor, FakeTensor) else self.of(tensor)
 
 
 def reads(name: str, args: tuple[Any, ...]) -> bool:

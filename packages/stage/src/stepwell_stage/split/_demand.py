@@ -112,6 +112,9 @@ class _Needs:
                 if reader == stage:
                     read = self.recording.reads[number]
                     needed.setdefault(read.value, read.what)
+            if stage and not self.inputs_everywhere:  # glue looks at inputs, and at their shapes, wherever it likes
+                given = [n for n, value in enumerate(self.recording.values) if value.origin is Origin.INPUT]
+                needed |= dict.fromkeys(given, "the model's inputs")
             if stage == self.num_stages - 1:
                 needed |= {value: "the model's result" for value in self.recording.results if value not in needed}
             solution.add(stage, needed)
@@ -233,7 +236,8 @@ class _Solution:
                 continue
             value = self.values[position]
             source = self._source(stage, position)
-            parents = sum(costs[parent] for parent in value.parents) if value.parents else inf
+            is_glue = value.origin in (Origin.GLUE, Origin.ALIAS)
+            parents = sum(costs[parent] for parent in value.parents) if is_glue else inf
             if value.origin is Origin.HELD:
                 self.held[stage][value.name] = None
             elif source is not None and value.nbytes <= parents:
@@ -242,7 +246,7 @@ class _Solution:
                 end = self.ends[source]
                 if end is not None:
                     self.ends[source] = max(end, value.key[0])
-            elif value.origin in (Origin.GLUE, Origin.ALIAS) and parents < inf:
+            elif is_glue and parents < inf:
                 todo += value.parents
                 continue
             else:

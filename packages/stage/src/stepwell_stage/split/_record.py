@@ -89,6 +89,8 @@ class Recorder(Glue):
         out = self._absence.run(func, args, kwargs)
         leaves = list(tensors_in(out))
         if not leaves:
+            if writes(name) and given:  # as __setitem__, which gives nothing
+                self._add(given[0], (self.count, -1), Origin.GLUE, name, parents, can_cross=False)
             return out
         number = self.count
         self.count += 1

@@ -252,6 +252,7 @@ class _StageForward:
                 f"stage {self._stage} was given no {', '.join(sorted(missing))}: every rank passes the model's inputs by name,"
                 ' step(**split.keywords(…)); or split with inputs="first"'
             )
+        passed = self._passed(named, values)
         args, kwargs = self._look.inputs.call(named)
         glue = StageGlue(self._plan, self._look.recording.names, values, self._absence, self._templates)
         result = None
@@ -263,7 +264,7 @@ class _StageForward:
         finally:
             self._absence.forget()
         if not self._is_last:
-            result = tuple(self._sent(key, named, values, glue) for key in self._plan.sends)
+            result = tuple(passed[key] if key in passed else glue.sent[key] for key in self._plan.sends)
         elif any(map(self._absence.is_absent, tensors_in(result))):
             raise StageUsageError(
                 "the model returned something that it did not return in the example, and another stage has"
@@ -281,16 +282,19 @@ class _StageForward:
             self._look.example, {index: tensor for (number, index), tensor in values.items() if number == INPUTS}
         )
 
-    def _sent(
-        self, key: Key, named: Mapping[str, Any], values: Mapping[Key, torch.Tensor], glue: StageGlue
-    ) -> torch.Tensor:
-        if key in values:  # passed on
-            return values[key]
-        if key == TOKEN:
-            return torch.empty(0, device=self._absence.device)
-        if key[0] == INPUTS:
-            return [tensor for value in named.values() for tensor in tensors_in(value)][key[1]]
-        return glue.sent[key]
+    def _passed(self, named: Mapping[str, Any], values: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """What this stage sends without having computed it, as it is before the model's code may change it."""
+        passed = {}
+        for key in self._plan.sends:
+            if key == TOKEN:
+                passed[key] = torch.empty(0, device=self._absence.device)
+                continue
+            tensor = values.get(key)
+            if tensor is None and key[0] == INPUTS:
+                tensor = [one for value in named.values() for one in tensors_in(value)][key[1]]
+            if tensor is not None:
+                passed[key] = tensor.clone() if key in self._plan.copies else tensor
+        return passed
 
 
 def _has_rows(inputs: Mapping[str, Any]) -> bool:
