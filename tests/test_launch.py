@@ -16,6 +16,7 @@ from torch import nn
 
 import stepwell
 from stepwell.exceptions import LaunchError
+from stepwell_mesh.exceptions import DeviceTypeError
 from stepwell_meta import TensorMeta
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Edge, Op, OpKind, Recv
@@ -97,10 +98,19 @@ def test_each_rank_computes_with_its_share_of_threads_and_they_are_given_back() 
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("ranks", [0, -1])
-def test_a_number_of_ranks_below_one_is_refused(ranks: int) -> None:
-    with pytest.raises(LaunchError, match=f"at least 1, got {ranks}"):
+@pytest.mark.parametrize("ranks", [0, -1, 2.5, "2"])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks: int) -> None:
+    with pytest.raises(LaunchError, match=f"a whole number, at least 1, got {ranks!r}"):
         stepwell.launch(lambda world: None, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("meta", "torch sees no such device here"), ("cpu:0", "without an index")]
+)
+def test_a_device_that_is_not_there_is_refused(device: str, words: str) -> None:
+    """The number of ranks was divided by the number of such devices: ZeroDivisionError."""
+    with pytest.raises(DeviceTypeError, match=words):
+        stepwell.launch(lambda world: None, ranks=2, device=device)
 
 
 def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +149,37 @@ def test_a_rank_that_does_not_end_after_another_failed_is_named(monkeypatch: pyt
         sleeps_in_user_code()
 
     monkeypatch.setattr("stepwell._launch._PATIENCE", 0.5)
-    with pytest.raises(LaunchError, match=r"(?s)the first error.*1 others did not end.*sleeps_in_user_code"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)the first error.*did not bring rank 1 to an end.*sleeps_in_user_code"
+    ) as caught:
         stepwell.launch(main, ranks=2)
     release.set()
+    # It was waited for twice, and the second error had the first one in it.
+    assert str(caught.value).count("to an end") == 1
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_when_a_thread_cannot_be_started_those_that_run_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that were started waited for the one that was not, and the process could not end."""
+    start, ended = threading.Thread.start, threading.Event()
+
+    def starts_rank_0_only(thread: threading.Thread) -> None:
+        if thread.name != "rank 0":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def main(world: stepwell.World) -> None:
+        try:
+            op = Op(OpKind.RECV_F, Edge(1, 0), 0, 0)
+            world.transport.post([Recv(op, TensorMeta((1,), (1,), torch.float32))]).wait()
+        except PeerFailure:
+            ended.set()
+            raise
+
+    monkeypatch.setattr(threading.Thread, "start", starts_rank_0_only)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        stepwell.launch(main, ranks=2)
+    assert ended.is_set()
 
 
 # A process that dies.

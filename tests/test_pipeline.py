@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 import stepwell
 from stepwell.exceptions import PipelineError
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import C10dTransport
 from stepwell_stage.schedules import gpipe
 
 
@@ -156,6 +160,66 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str
 def test_fewer_pieces_than_stages_are_refused() -> None:
     with pytest.raises(PipelineError, match="on 3 ranks has 3 stages, but the model has 2 pieces"):
         stepwell.launch(lambda world: stepwell.pipeline(pieces(2), world, loss_fn=functional.mse_loss), ranks=3)
+
+
+def test_pieces_of_different_stages_that_share_a_parameter_are_refused() -> None:
+    """As threads two ranks wrote one ``.grad`` at a time, and as processes the copies drifted apart, without a word."""
+    first, *rest = pieces(4)
+    tied = nn.Linear(4, 4)
+    tied.weight = first.weight
+    for last in (first, nn.Sequential(tied)):
+        with pytest.raises(
+            PipelineError, match=r"pieces 0 and 4 share a parameter \(weight and (0\.)?weight\), but run on"
+        ):
+            stepwell.launch(
+                lambda world, last=last: stepwell.pipeline([first, *rest, last], world, loss_fn=functional.mse_loss),
+                ranks=2,
+            )
+    # On one stage they are as good as in one process.
+    (pipe,) = stepwell.launch(lambda world: stepwell.pipeline([first, *rest, tied], world, loss_fn=functional.mse_loss))
+    pipe.step(X, target=Y)
+    model = nn.Sequential(first, *rest, tied)
+    seen = first.weight.grad.clone()
+    first.weight.grad = None
+    functional.mse_loss(model(X), Y).backward()
+    assert torch.equal(seen, first.weight.grad)
+
+
+def gather_on_1(world: stepwell.World) -> list[dict[str, torch.Tensor]] | None:
+    mine = torch.ones(2) * world.rank
+    gathered = stepwell.gather(world.transport, {"mine": mine}, to=1)
+    mine += 100  # as the next optimizer step does
+    return gathered
+
+
+def test_what_was_gathered_stays_as_it_was() -> None:
+    """The gathering rank's own tensors were the live ones, and changed in the result with the next step."""
+    nothing, gathered = stepwell.launch(gather_on_1, ranks=2)
+    assert nothing is None
+    assert [part["mine"].tolist() for part in gathered] == [[0, 0], [1, 1]]
+
+
+def test_gathering_on_a_rank_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PipelineError, match="there are ranks 0 to 1 to gather on, got to=2"):
+        stepwell.launch(lambda world: stepwell.gather(world.transport, {}, to=2), ranks=2)
+
+
+def gather_shards() -> str:
+    mesh = DeviceMesh("cpu", [0, 1])
+    transport = C10dTransport()
+    shard = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(PipelineError) as caught:
+        stepwell.gather(transport, {"weight": shard}, to=0)
+    gathered = stepwell.gather(transport, {"weight": shard.to_local()}, to=0)
+    transport.close()
+    assert gathered is None or [len(part["weight"]) for part in gathered] == [2, 2]
+    return str(caught.value)
+
+
+def test_gathering_dtensors_says_what_to_gather_instead(workers: WorkerPool) -> None:
+    """It failed deep in the transport, without the tensor's name."""
+    words = "'weight' is a DTensor, of which each rank holds a part: gather its to_local(), or its full_tensor()"
+    assert workers.run(gather_shards, 2) == [words] * 2
 
 
 def test_a_timeline_needs_a_trace() -> None:

@@ -5,27 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from stepwell_meta import decode, encode
 from stepwell_p2p import Edge, Op, OpKind, Transport, receive_values, send_values
 from stepwell_stage import Action, Event, Executor, Timeline
 
+from .exceptions import PipelineError
+
 
 def gather(
     transport: Transport, tensors: Mapping[str, torch.Tensor], *, to: int
 ) -> list[dict[str, torch.Tensor]] | None:
-    """Every rank's named tensors, on rank ``to``.
+    """Every rank's named tensors, on rank ``to``, as they are now.
 
     A collective of all ranks of the transport.
 
     Args:
         transport: carries them.
-        tensors: this rank's.
+        tensors: this rank's; plain ones.
         to: the rank that gets them.
 
     Returns:
-        On rank ``to`` one dict for each rank, in order; elsewhere None.
+        On rank ``to`` one dict for each rank, in order, of tensors that are nobody else's; elsewhere None.
+
+    Raises:
+        PipelineError: there is no rank ``to``, or a tensor is a DTensor.
     """
+    if not 0 <= to < transport.size:
+        raise PipelineError(f"there are ranks 0 to {transport.size - 1} to gather on, got to={to}")
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise PipelineError(
+                f"{name!r} is a DTensor, of which each rank holds a part: gather its to_local(), or its full_tensor()"
+            )
     if transport.rank != to:
         op = Op(OpKind.SEND_F, Edge(transport.rank, to), 0, -5)
         payload = encode(tuple(tensors))
@@ -34,7 +47,7 @@ def gather(
     gathered: list[dict[str, torch.Tensor]] = []
     for rank in range(transport.size):
         if rank == to:
-            gathered.append({name: tensor.detach() for name, tensor in tensors.items()})
+            gathered.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
             continue
         names, values = receive_values(transport, Op(OpKind.RECV_F, Edge(rank, to), 0, -5))
         gathered.append(dict(zip(decode(names), values, strict=True)))

@@ -18,7 +18,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from stepwell_mesh import default_device_type
+from stepwell_mesh import default_device_type, require_device_type
 from stepwell_p2p import C10dTransport, LoopbackFabric, Transport
 from stepwell_p2p.exceptions import PeerFailure
 
@@ -56,25 +56,27 @@ def launch(main: Callable[[World], Any], *, ranks: int | None = None, device: st
     Args:
         main: what a rank does.
         ranks: how many ranks; under torchrun they are as many as it started, elsewhere 1 by default.
-        device: device type, such as "cpu" or "cuda"; by default the accelerator that torch finds, else the CPU.
+        device: device type without an index, such as "cpu" or "cuda"; by default the accelerator that torch finds, else the
+            CPU. Ranks take its devices in turn.
 
     Returns:
         What ``main`` returned: of every rank where they are threads, of this process's rank under torchrun.
 
     Raises:
         LaunchError: the number of ranks does not fit, or after a failure a rank's thread did not end.
+        stepwell_mesh.exceptions.DeviceTypeError: there is no such device here.
         Exception: what a rank raised first. The other ranks are told, so that none waits for it.
 
     Example::
 
         stepwell.launch(lambda world: world.rank, ranks=3)   # [0, 1, 2]
     """
-    kind = device or default_device_type()
+    kind = default_device_type() if device is None else require_device_type(device)
     if all(name in os.environ for name in _TORCHRUN):
         return [_run_process(main, ranks, kind)]
     count = 1 if ranks is None else ranks
-    if count < 1:
-        raise LaunchError(f"ranks must be at least 1, got {count}")
+    if not isinstance(count, int) or count < 1:
+        raise LaunchError(f"ranks must be a whole number, at least 1, got {count!r}")
     fabric = LoopbackFabric(count)
     worlds = [
         World(rank, count, device, fabric.transport(rank, device=device))
@@ -98,15 +100,17 @@ def _run_process(main: Callable[[World], Any], ranks: int | None, kind: str) -> 
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group(dist.get_default_backend_for_device(device))
-    transport = C10dTransport(device=device)
     try:
-        return main(World(dist.get_rank(), size, device, transport))
-    except BaseException as error:
-        # Said to the others first: this process may live on, and they must not wait for it.
-        transport.abort(_reason(error))
-        raise
+        transport = C10dTransport(device=device)
+        try:
+            return main(World(transport.rank, transport.size, device, transport))
+        except BaseException as error:
+            # Said to the others first: this process may live on, and they must not wait for it.
+            transport.abort(_reason(error))
+            raise
+        finally:
+            transport.close()
     finally:
-        transport.close()
         if ours:
             dist.destroy_process_group()
 
@@ -116,8 +120,10 @@ def _run_threads(main: Callable[[World], Any], worlds: list[World]) -> list[Any]
     errors: dict[int, BaseException] = {}
 
     def run(world: World) -> None:
-        torch.set_num_threads(share)
         try:
+            torch.set_num_threads(share)
+            if world.device.type != "cpu":
+                torch.accelerator.set_device_index(world.device)  # each thread has its own
             results[world.rank] = main(world)
         except BaseException as error:  # whatever ends a rank must reach the caller, and wake the other ranks
             errors[world.rank] = error
@@ -129,10 +135,12 @@ def _run_threads(main: Callable[[World], Any], worlds: list[World]) -> list[Any]
         threads = [
             threading.Thread(target=run, args=(world,), name=f"rank {world.rank}", daemon=True) for world in worlds
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             _join(threads, errors)
+        except LaunchError:  # the ranks were told, and had their time
+            raise
         except BaseException as error:
             worlds[0].transport.abort(_reason(error))
             _join(threads, {-1: error})
@@ -168,16 +176,17 @@ def _join(threads: list[threading.Thread], errors: dict[int, BaseException]) -> 
                 if thread.ident in frames
             )
             first = next(iter(errors.values()))
+            names = ", ".join(thread.name for thread in alive)
             raise LaunchError(
-                f"a rank failed ({_reason(first)}), but {len(alive)} others did not end within {_PATIENCE:g} s;"
-                f" they are not in a wait of stepwell's.\n{where}"
+                f"a rank failed ({_reason(first)}), and did not bring {names} to an end within {_PATIENCE:g} s: what the rank"
+                f" is in is no wait of stepwell's, and should have a time limit of its own.\n{where}"
             ) from first
 
 
 def _device(kind: str, index: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
-    return torch.device(kind, index % torch.accelerator.device_count())
+    return torch.device(kind, index % torch.get_device_module(kind).device_count())
 
 
 def _reason(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,8 +56,9 @@ def pipeline(
         pieces: the model, if it runs its layers one after the other: it is cut into stages by
             :func:`stepwell_stage.split_sequential`, with as even numbers of parameters as can be, and tied parameters stay tied.
             Or modules that run one after the other, each with the outputs of the one before as its positional arguments.
-            Consecutive pieces are put together to as many stages as the schedule has, as evenly as their number allows. A piece
-            may be a function that makes the module, called only on the rank that runs it.
+            Consecutive pieces are put together to as many stages as the schedule has, as evenly as their number allows; those of
+            different stages share no parameters. A piece may be a function that makes the module, called only on the rank that
+            runs it.
         world: which rank this is; see :func:`stepwell.launch`.
         loss_fn: from the model's outputs and a target to the loss of one microbatch.
         schedule: a name (one of ``stepwell_stage.schedules.BY_NAME``), or a schedule for as many ranks as there are.
@@ -83,8 +85,10 @@ def pipeline(
         )
     else:
         stages, tied = [], {}
+        bounds = [len(pieces) * bound // num_stages for bound in range(num_stages + 1)]
+        _refuse_shared_parameters(pieces, bounds)
         for index in plan.placement.stages_of(world.rank):
-            start, end = (len(pieces) * bound // num_stages for bound in (index, index + 1))
+            start, end = bounds[index : index + 2]
             own = [piece if isinstance(piece, nn.Module) else piece() for piece in pieces[start:end]]
             stages.append(PipelineStage(_Chain(own, start), index, num_stages, world.device))
     executor = Executor(
@@ -185,6 +189,25 @@ class _Chain(nn.Module):
             result = piece(*(result if isinstance(result, tuple | list) else (result,)), **kwargs)
             kwargs = {}
         return result
+
+
+def _refuse_shared_parameters(pieces: Sequence[nn.Module | Callable[[], nn.Module]], bounds: Sequence[int]) -> None:
+    """Refuse pieces that hold one parameter and run on different stages: nothing would keep its copies equal."""
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for start, end in itertools.pairwise(bounds):
+        found: dict[nn.Parameter, tuple[int, str]] = {}
+        for number in range(start, end):
+            piece = pieces[number]
+            for name, parameter in piece.named_parameters() if isinstance(piece, nn.Module) else ():
+                if parameter in seen:
+                    other, its_name = seen[parameter]
+                    raise PipelineError(
+                        f"pieces {other} and {number} share a parameter ({its_name} and {name}), but run on different stages,"
+                        " where its copies would drift apart: pass the whole model, whose tied parameters stay tied, or put"
+                        " these pieces together"
+                    )
+                found.setdefault(parameter, (number, name))
+        seen |= found
 
 
 def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None) -> Schedule:
