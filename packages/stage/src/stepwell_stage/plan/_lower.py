@@ -26,6 +26,7 @@ from stepwell_p2p._placement import Placement
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._messages import Messages, Port
+from ._pause import collector_paused
 from ._schedule import Schedule
 from ._shard import with_data_parallel
 
@@ -72,6 +73,7 @@ class Plan:
         return tuple(sorted(found))
 
 
+@collector_paused()
 def lower(
     schedule: Schedule,
     links: Iterable[tuple[int, int]] | None = None,

@@ -7,7 +7,6 @@ SEND; :func:`stepwell_p2p.prove_order` shows that these waits end, with the righ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NoReturn
 
 import attrs
@@ -22,6 +21,7 @@ from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._lower import Plan
 from ._messages import Messages
+from ._pause import collector_paused
 
 
 @attrs.frozen
@@ -43,6 +43,7 @@ class PlanProof:
     num_messages: tuple[int, ...]
 
 
+@collector_paused()
 def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPolicy.PER_EDGE) -> PlanProof:
     """Prove that a plan runs to its end and every value reaches the action that takes it. Linear in the number of actions.
 
@@ -83,6 +84,8 @@ class _Facts:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.name = plan.schedule.name
+        self.ranks = plan.placement.ranks
         self.count = plan.num_microbatches
         self.messages = Messages.of(plan.placement, plan.links, self.count)
         size = plan.placement.num_stages * self.count
@@ -93,11 +96,16 @@ class _Facts:
         # By link, first for values, then for gradients: the edge, and the stages at its ends.
         firsts = range(0, len(self.messages), self.count)
         self.ends = [(self.messages.edge(first), *self.messages.ends(first)) for first in firsts]
+        ports = self.messages.ports
+        self.moved = ports | {WAIT_F: ports[SEND_F], WAIT_B: ports[SEND_B]}
 
-    def op(self, message: int, kind: Kind) -> Op:
-        """One end of a message. The index tells apart those from one stage to several of one rank."""
-        edge, source, destination = self.ends[message // self.count]
-        return Op(_OP_KINDS[kind], edge, source, message % self.count, destination)
+    def ops(self, messages: tuple[int, ...], kind: Kind) -> tuple[Op, ...]:
+        """One end of each message. The index tells apart those from one stage to several of one rank."""
+        found = []
+        for message in messages:
+            edge, source, destination = self.ends[message // self.count]
+            found.append(Op(_OP_KINDS[kind], edge, source, message % self.count, destination))
+        return tuple(found)
 
 
 _OP_KINDS = {kind: OpKind(kind.value) for kind in (SEND_F, SEND_B, RECV_F, RECV_B)}
@@ -111,41 +119,44 @@ class _Rank:
         self.rank = rank
         self.row = facts.plan.actions[rank]
         self.messages = facts.messages
+        self.stages = frozenset(facts.plan.placement.stages_of(rank))
         self.steps: list[Step] = []
         self.held = self.receives = self.sends = 0
         self.peak_activations = self.peak_receives = self.peak_sends = self.peak_unsharded = 0
         self.num_messages = 0
         self.unsharded: set[int] = set()
-        self.gathers = {action.stage for action in self.row if action.kind is Kind.UNSHARD}
+        self.gathers: set[int] = set()
         self.left: dict[int, int] = {}  # backwards of each stage still to come
-        for leaf in self._leaves():
-            if leaf.kind is B or leaf.kind is W:
-                self.left[leaf.stage] = self.left.get(leaf.stage, 0) + 1
         self._check_compute()
         self.at = 0
         for action in self.row:
             self._take(action)
             self.at += 1
 
-    def _leaves(self) -> Iterator[Action]:
-        for action in self.row:
-            yield from action.parts or (action,)
-
     def _check_compute(self) -> None:
-        """The plan computes what its schedule says, in that order."""
-        compute = tuple(action for action in self.row if action.kind.is_compute)
+        """The plan computes what its schedule says, in that order; and note what else the proof has to know beforehand."""
+        compute, left = [], self.left
+        for action in self.row:
+            stage, kind, _, _, parts, _ = action
+            if kind is Kind.UNSHARD:
+                self.gathers.add(stage)
+            if kind not in _COMPUTE:
+                continue
+            compute.append(action)
+            for part in parts or (action,):
+                if part[1] is B or part[1] is W:
+                    left[part[0]] = left.get(part[0], 0) + 1
         expected = self.facts.plan.schedule.actions[self.rank]
-        if compute != expected:
+        if tuple(compute) != expected:
             at = next((i for i, (a, b) in enumerate(zip(compute, expected, strict=False)) if a != b), None)
             at = min(len(compute), len(expected)) if at is None else at
             got, want = (str(actions[at]) if at < len(actions) else "nothing" for actions in (compute, expected))
-            name = self.facts.plan.schedule.name
             raise ScheduleError(
-                f"{name}: compute action {at} of rank {self.rank} is {got} in the plan but {want} in its schedule"
+                f"{self.facts.name}: compute action {at} of rank {self.rank} is {got} in the plan but {want} in its schedule"
             )
 
     def _take(self, action: Action) -> None:
-        kind = action.kind
+        kind = action[1]
         if kind is RECV_F or kind is RECV_B:
             self._receive(action)
         elif kind is SEND_F or kind is SEND_B:
@@ -154,15 +165,17 @@ class _Rank:
             self._wait(action)
         elif kind is Kind.UNSHARD or kind is Kind.RESHARD or kind is Kind.REDUCE_GRAD:
             self._data_parallel(action)
-        else:
-            for leaf in action.parts or (action,):
+        elif kind is not Kind.CUSTOM:
+            leaves = action[4] or (action,)
+            for leaf in leaves:
                 self._check_needs(leaf, action)
-            for leaf in action.parts or (action,):
+            for leaf in leaves:
                 self._compute(leaf)
 
     def _check_needs(self, leaf: Action, action: Action) -> None:
         """What a compute action needs stands before it; what it takes from other ranks it waits for."""
-        facts, stage, kind, microbatch = self.facts, leaf.stage, leaf.kind, leaf.microbatch or 0
+        facts = self.facts
+        stage, kind, microbatch = leaf[0], leaf[1], leaf[2] or 0
         at = stage * facts.count + microbatch
         if stage in self.gathers and stage not in self.unsharded:
             self._refuse(action, f"{stage}UNSHARD must come before it, and {stage}RESHARD after it")
@@ -171,9 +184,9 @@ class _Rank:
                 self._refuse(action, f"{stage}I{microbatch} must come before it")
             return
         if kind is F:
-            neighbours, done, ports = self.messages.local_sources, facts.forward_done, self.messages.ports[RECV_F]
+            neighbours, done, ports = self.messages.local_sources, facts.forward_done, facts.moved[RECV_F]
         else:
-            neighbours, done, ports = self.messages.local_destinations, facts.backward_done, self.messages.ports[RECV_B]
+            neighbours, done, ports = self.messages.local_destinations, facts.backward_done, facts.moved[RECV_B]
             if not facts.forward_done[at]:
                 self._refuse(action, f"{stage}F{microbatch} must come before it")
         for other in neighbours[stage]:
@@ -183,72 +196,70 @@ class _Rank:
         for port in ports[stage]:
             step = facts.recv_step[port.base + microbatch]
             if step < 0:
-                self._refuse(
-                    action, f"the RECV of {self.messages.describe(port.base + microbatch)} must come before it"
-                )
+                missing = self.messages.describe(port.base + microbatch)
+                self._refuse(action, f"the RECV of {missing} must come before it")
             self.steps.append(Wait(step, str(action)))
 
     def _compute(self, leaf: Action) -> None:
-        stage, kind = leaf.stage, leaf.kind
-        at = stage * self.facts.count + (leaf.microbatch or 0)
+        facts, stage, kind = self.facts, leaf[0], leaf[1]
+        at = stage * facts.count + (leaf[2] or 0)
         if kind is F:
-            self.facts.forward_done[at] = 1
+            facts.forward_done[at] = 1
             self.held += 1
             self.peak_activations = max(self.peak_activations, self.held)
-            self.receives -= len(self.messages.ports[RECV_F][stage])
+            self.receives -= len(facts.moved[RECV_F][stage])
             return
         if kind is W:
-            self.facts.split[at] = 0
+            facts.split[at] = 0
         else:
-            self.facts.backward_done[at] = 1
-            self.receives -= len(self.messages.ports[RECV_B][stage])
+            facts.backward_done[at] = 1
+            self.receives -= len(facts.moved[RECV_B][stage])
             if kind is I:
-                self.facts.split[at] = 1
+                facts.split[at] = 1
                 return
         self.held -= 1
         self.left[stage] -= 1
 
     def _receive(self, action: Action) -> None:
-        numbers = self._numbers(action)
+        numbers, steps = self._numbers(action), self.facts.recv_step
         for message in numbers:
-            if self.facts.recv_step[message] >= 0:
+            if steps[message] >= 0:
                 self._refuse(action, f"{self.messages.describe(message)} is received twice")
-            self.facts.recv_step[message] = len(self.steps)
-        self.steps.append(Post([self.facts.op(message, action.kind) for message in numbers], str(action)))
+            steps[message] = len(self.steps)
+        self.steps.append(Post(self.facts.ops(numbers, action[1]), str(action)))
         self.receives += len(numbers)
         self.peak_receives = max(self.peak_receives, self.receives)
 
     def _send(self, action: Action) -> None:
-        facts, stage, microbatch = self.facts, action.stage, action.microbatch or 0
-        numbers = self._numbers(action)
-        done = facts.forward_done if action.kind is SEND_F else facts.backward_done
+        facts, stage, microbatch = self.facts, action[0], action[2] or 0
+        numbers, steps = self._numbers(action), facts.send_step
+        done = facts.forward_done if action[1] is SEND_F else facts.backward_done
         if not done[stage * facts.count + microbatch]:
-            what = "forward" if action.kind is SEND_F else "backward"
+            what = "forward" if action[1] is SEND_F else "backward"
             self._refuse(action, f"the {what} of stage {stage}, microbatch {microbatch} must come before it")
         for message in numbers:
-            if facts.send_step[message] >= 0:
+            if steps[message] >= 0:
                 self._refuse(action, f"{self.messages.describe(message)} is sent twice")
-            facts.send_step[message] = len(self.steps)
-        self.steps.append(Post([facts.op(message, action.kind) for message in numbers], str(action)))
+            steps[message] = len(self.steps)
+        self.steps.append(Post(facts.ops(numbers, action[1]), str(action)))
         self.sends += len(numbers)
         self.num_messages += len(numbers)
         self.peak_sends = max(self.peak_sends, self.sends)
 
     def _wait(self, action: Action) -> None:
-        numbers = self._numbers(action)
+        numbers, facts = self._numbers(action), self.facts
         for message in numbers:
-            if self.facts.send_step[message] < 0:
+            if facts.send_step[message] < 0:
                 self._refuse(action, f"the SEND of {self.messages.describe(message)} must come before it")
-            if self.facts.waited[message]:
+            if facts.waited[message]:
                 self._refuse(action, f"{self.messages.describe(message)} is waited for twice")
-            self.facts.waited[message] = 1
-        self.steps.append(Wait(self.facts.send_step[numbers[0]], str(action)))
+            facts.waited[message] = 1
+        self.steps.append(Wait(facts.send_step[numbers[0]], str(action)))
         self.sends -= len(numbers)
 
     def _data_parallel(self, action: Action) -> None:
         stage = action.stage
-        if self.facts.plan.placement.ranks[stage : stage + 1] != (self.rank,):
-            self._refuse(action, f"that rank holds stages {self.facts.plan.placement.stages_of(self.rank)}")
+        self._check_place(action)
         if action.kind is Kind.UNSHARD:
             if stage in self.unsharded:
                 self._refuse(action, f"stage {stage} is gathered already")
@@ -261,18 +272,27 @@ class _Rank:
         elif self.left.get(stage):
             self._refuse(action, f"{self.left[stage]} backwards of stage {stage} come after it")
 
+    def _check_place(self, action: Action) -> None:
+        if action.stage not in self.stages:
+            self._refuse(action, f"that rank holds stages {tuple(sorted(self.stages))}")
+
     def _numbers(self, action: Action) -> tuple[int, ...]:
-        placement, stage, microbatch = self.facts.plan.placement, action.stage, action.microbatch
-        if placement.ranks[stage : stage + 1] != (self.rank,):
-            self._refuse(action, f"that rank holds stages {placement.stages_of(self.rank)}")
+        """The messages that a SEND, RECV or WAIT concerns."""
+        stage, kind, microbatch, peer, _, _ = action
+        if stage not in self.stages:
+            self._check_place(action)
         if microbatch is None or microbatch >= self.facts.count:
             self._refuse(action, f"there are microbatches 0 to {self.facts.count - 1}")
-        numbers = self.messages.of_action(action)
+        ports = self.facts.moved[kind][stage]
+        if peer is None and len(ports) == 1:
+            return (ports[0].base + microbatch,)
+        numbers = tuple(port.base + microbatch for port in ports if peer is None or port.peer == peer)
         if not numbers:
             self._refuse(action, "no other rank is at the other end of it")
         return numbers
 
     def _refuse(self, action: Action, why: str) -> NoReturn:
-        raise ScheduleError(
-            f"{self.facts.plan.schedule.name}: {action} on rank {self.rank} (action {self.at} of its plan): {why}"
-        )
+        raise ScheduleError(f"{self.facts.name}: {action} on rank {self.rank} (action {self.at} of its plan): {why}")
+
+
+_COMPUTE = frozenset(kind for kind in Kind if kind.is_compute)

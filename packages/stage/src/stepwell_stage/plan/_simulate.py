@@ -17,6 +17,7 @@ from ._action import Action, Kind
 from ._costs import Costs
 from ._lower import Plan
 from ._messages import Messages
+from ._pause import collector_paused
 from ._prove import prove
 from ._timeline import Event, Timeline
 
@@ -88,11 +89,12 @@ class Simulation:
 # Members of an enum are looked up through Python code before 3.12; the loop below asks for them millions of times.
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
 SEND_F, SEND_B, RECV_F, RECV_B = Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B
-WAIT_F, WAIT_B = Kind.WAIT_F, Kind.WAIT_B
+WAIT_F, WAIT_B, CUSTOM, OVERLAP = Kind.WAIT_F, Kind.WAIT_B, Kind.CUSTOM, Kind.OVERLAP
 
 _BESIDE = (Kind.UNSHARD, Kind.REDUCE_GRAD)  # they take time, but not the rank's own
 
 
+@collector_paused()
 def simulate(plan: Plan, costs: Costs) -> Simulation:
     """Run a plan on paper. Linear in the number of actions.
 
@@ -160,6 +162,7 @@ class _Clocks:
         self.moved = bases | {Kind.WAIT_F: bases[Kind.SEND_F], Kind.WAIT_B: bases[Kind.SEND_B]}
         self.taken = {F: bases[RECV_F], B: bases[RECV_B], I: bases[RECV_B], W: nothing}
         self.source = [edge.source for edge in edges]
+        self.count = plan.num_microbatches
         self.waiters: dict[int, list[int]] = {}
         self.ready = list(ranks)[::-1]
 
@@ -190,12 +193,14 @@ class _Clocks:
         tables, taken, moved = self.tables, self.taken, self.moved
         sent, posted, arrival, sent_at = self.sent, self.posted, self.arrival, self.sent_at
         starts, ends = self.starts[rank], self.ends[rank]
-        blocking, eager = not self.costs.overlap, self.costs.eager
+        blocking, eager, count = not self.costs.overlap, self.costs.eager, self.count
+        gathered = self.gathered
         now, busy = self.clock[rank], self.busy[rank]
         stopped = -1
         while at < len(row):
             action = row[at]
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch or 0
+            stage, kind, number, peer, _, _ = action
+            microbatch = number or 0
             start = end = now
             if kind is SEND_F or kind is SEND_B:
                 for base in moved[kind][stage]:
@@ -204,14 +209,10 @@ class _Clocks:
                     if posted[message] >= 0:
                         self._meet(message)
                     if blocking:
-                        end += self.flight[message // self.plan.num_microbatches]
+                        end += self.flight[message // count]
             elif kind is RECV_F or kind is RECV_B:
                 if not eager:
-                    numbers = (
-                        moved[kind][stage]
-                        if action.peer is None
-                        else (self.messages.of_action(action)[0] - microbatch,)
-                    )
+                    numbers = moved[kind][stage] if peer is None else (self.messages.of_action(action)[0] - microbatch,)
                     for base in numbers:
                         message = base + microbatch
                         posted[message] = now
@@ -231,8 +232,8 @@ class _Clocks:
                         self._blame(rank, at, message)
                 if stopped >= 0:
                     break
-                if self.gathered[stage] > start:
-                    start = self.gathered[stage]
+                if gathered[stage] > start:
+                    start = gathered[stage]
                 end = start + tables[kind][stage]
                 busy += end - start
                 self._hold(rank, kind, stage)
@@ -247,7 +248,7 @@ class _Clocks:
                             end = there
                     if stopped >= 0:
                         break
-            elif kind is Kind.OVERLAP:
+            elif kind is OVERLAP:
                 missing, start = self._pair_start(rank, at, action, now)
                 if missing >= 0:
                     stopped = missing
@@ -256,6 +257,8 @@ class _Clocks:
                 busy += end - start
                 for leaf in action.parts:
                     self._hold(rank, leaf.kind, leaf.stage)
+            elif kind is CUSTOM:
+                pass  # no cost of its own is known
             else:  # beside compute: the rank itself goes on at once
                 starts[at], ends[at] = self._collective(rank, action, now)
                 now += per_action
@@ -271,7 +274,7 @@ class _Clocks:
 
     def _taken_by_hand(self, message: int, now: float) -> float:
         """When a message is there if the receiver has to stop for it."""
-        return max(now, self.sent[message]) + self.flight[message // self.plan.num_microbatches]
+        return max(now, self.sent[message]) + self.flight[message // self.count]
 
     def _pair_start(self, rank: int, at: int, action: Action, now: float) -> tuple[int, float]:
         """A message that is not known yet, else -1; and when the pair can start."""
@@ -296,7 +299,7 @@ class _Clocks:
 
     def _meet(self, message: int) -> None:
         """Both ends are there: the message travels once the one before it on its edge has left."""
-        link = message // self.plan.num_microbatches
+        link = message // self.count
         edge = self.edge_of_link[link]
         start, posted, free = self.sent[message], self.posted[message], self.edge_free[edge]
         if posted > start:
@@ -311,7 +314,7 @@ class _Clocks:
     def _blame(self, rank: int, at: int, message: int) -> None:
         """The start of an action was decided by a message: by its sender, or by this rank's own late receive."""
         if self.sent[message] >= self.posted[message]:
-            source = self.source[message // self.plan.num_microbatches]
+            source = self.source[message // self.count]
             self.causes[rank, at] = (source, self.sent_at[message])
 
     def _hold(self, rank: int, kind: Kind, stage: int) -> None:

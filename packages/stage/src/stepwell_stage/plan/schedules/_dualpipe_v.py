@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._pause import collector_paused
 from .._schedule import Schedule
 
 
+@collector_paused()
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """A V of stages, where in the steady state a forward of one half runs together with a backward of the other.
 

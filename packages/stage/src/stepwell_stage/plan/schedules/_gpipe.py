@@ -5,9 +5,11 @@ from __future__ import annotations
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._pause import collector_paused
 from .._schedule import Schedule
 
 
+@collector_paused()
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards, one stage a rank.
 

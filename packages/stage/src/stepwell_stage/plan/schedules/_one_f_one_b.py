@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._pause import collector_paused
 from .._schedule import Schedule
 
 
+@collector_paused()
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """After a warm-up, one forward and one backward in turn, one stage a rank.
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._pause import collector_paused
 from .._schedule import Schedule
 
 
+@collector_paused()
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """Zero bubble on a V: rank *r* of *R* holds stages *r* and *2R - 1 - r*.
 

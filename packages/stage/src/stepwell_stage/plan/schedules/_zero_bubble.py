@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._pause import collector_paused
 from .._schedule import Schedule
 from ._rounds import in_rounds, round_sizes, warm_up
 
 
+@collector_paused()
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B with the backward split, the W of rank *r* lagging *r* microbatches behind, one stage a rank.
 
@@ -32,6 +34,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("zb-h1", placement, num_microbatches, rows)
 
 
+@collector_paused()
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B with the backward split, the W of rank *r* lagging *r* steps behind, and a shorter warm-up.
 
