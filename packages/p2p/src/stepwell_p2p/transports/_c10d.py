@@ -239,31 +239,25 @@ class C10dTransport:
 
     def _post_tagged(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link | None) -> None:
         """Receives first: a send whose receive is there already needs one message less between the ranks."""
-        sends = []
-        for item in batch:
-            route = self._routes.get(item.op) or self._find_route(item)
-            if link is None or route.channel is None:
+        for item in batch if len(batch) == 1 else sorted(batch, key=_is_send):
+            op = item.op
+            route = self._routes.get(op) or self._find_route(item)
+            channel = route.channel
+            if link is None or channel is None:
                 self._post_own(item, handle)
-            elif isinstance(item, Send):
-                sends.append((item, route))
+                continue
+            if isinstance(item, Send):
+                tensor, start = self._outgoing(item), channel.send
+                tag = route.tag_for(tensor.shape, tensor.dtype)
             else:
-                meta = item.meta
-                tag = route.tag_for(meta.shape, meta.dtype)
-                tensor = self._incoming(item, route.pooled)
+                tag = route.tag_for(item.meta.shape, item.meta.dtype)
+                tensor, start = self._incoming(item, route.pooled), channel.recv
                 handle.received.append((item, tensor))
-                try:
-                    work = route.channel.recv([tensor], route.peer, tag)
-                except RuntimeError as error:  # the connection is broken already
-                    raise link.failed(item.op, error, 0.0) from error
-                handle.flights.append(Flight(item.op, work, tensor, next(route.counter)))
-        for item, route in sends:
-            assert link is not None
-            tensor = self._outgoing(item)
             try:
-                work = route.channel.send([tensor], route.peer, route.tag_for(tensor.shape, tensor.dtype))
-            except RuntimeError as error:
-                raise link.failed(item.op, error, 0.0) from error
-            handle.flights.append(Flight(item.op, work, tensor, next(route.counter)))
+                work = start([tensor], route.peer, tag)
+            except RuntimeError as error:  # the connection is broken already
+                raise link.failed(op, error, 0.0) from error
+            handle.flights.append(Flight(op, work, tensor, next(route.counter)))
 
     def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link) -> None:
         """Channel by channel, in the one order in which all ranks made them, each as one group call."""
@@ -343,6 +337,10 @@ class _Route:
         return self._tag
 
 
+def _is_send(item: Send | Recv) -> bool:
+    return isinstance(item, Send)
+
+
 class _Batch:
     """A handle: what one ``post`` started."""
 
@@ -360,16 +358,16 @@ class _Batch:
         if self.result is None:
             if self.flights:
                 self._block()
-            self.result = ()
-            if self.received:
-                device = self.transport.device
-                self.result = tuple(
-                    [
-                        place(value.take() if isinstance(value, OwnReceive) else value, recv.meta, device, recv.buffer)
-                        for recv, value in self.received
-                    ]
-                )
-                self.received = []
+            device = self.transport.device
+            self.result = tuple(
+                [
+                    place(value.take() if isinstance(value, OwnReceive) else value, recv.meta, device, recv.buffer)
+                    for recv, value in self.received
+                ]
+                if self.received
+                else ()
+            )
+            self.received = []
         return self.result
 
     def _block(self) -> None:

@@ -23,6 +23,7 @@ from stepwell_meta import (
     BackwardMeta,
     DTensorMeta,
     ForwardMeta,
+    Structure,
     TensorMeta,
     decode,
     encode,
@@ -110,8 +111,7 @@ class Crossing:
     """What crosses a link in each microbatch of a group, and what follows from that: worked out once, from metas alone.
 
     Attributes:
-        values: what it was worked out from.
-        grads: likewise, where gradients' looks were learned.
+        structure: how the values are put together to arguments.
         metas: of the values.
         wanted: which values require grad.
         back: which values bring a gradient back; None while that is not known (the first of DTensors).
@@ -122,8 +122,7 @@ class Crossing:
         is_flat: whether the received tensors, in order, are the arguments.
     """
 
-    values: ForwardMeta
-    grads: BackwardMeta | None
+    structure: Structure
     metas: tuple[AnyMeta, ...]
     wanted: tuple[int, ...]
     back: tuple[int, ...] | None
@@ -146,8 +145,7 @@ class Crossing:
         root = values.structure.root
         parts = getattr(root, "children", ()) if getattr(root, "kind", None) in ("tuple", "list") else (root,)
         return cls(
-            values,
-            looks.grads.get(group),
+            values.structure,
             metas,
             wanted,
             None if grad_looks is None else back,
@@ -187,14 +185,15 @@ class _End(abc.ABC):
         self._inbox = inbox
         self._meshes = meshes
         self._device = device
-        self._crossings: dict[int, Crossing] = {}
+        self._crossings: dict[int, Crossing] = {}  # by group; and by microbatch:
+        self._known: dict[int, Crossing] = {}
+        self._ready: dict[int, Coming] = {}
         self._coming: dict[int, Handle] = {}
         self._sent: dict[int, Handle] = {}
         self._values: dict[int, Sequence[torch.Tensor]] = {}
         self._grads: dict[int, Sequence[torch.Tensor]] = {}
         self._recv_ops: Callable[[int, int], Sequence[Op]]
         self._sender = self._taker = -1  # stages, of what is received here
-        self._batches: dict[int, tuple[Crossing, Coming]] = {}
 
     @property
     def is_local(self) -> bool:
@@ -212,6 +211,8 @@ class _End(abc.ABC):
             firsts: of each group the microbatch whose values are sent first.
             first_grads: of each group the microbatch whose gradients are sent first.
         """
+        if groups is not self.groups or looks is not self.looks:
+            self._forget()
         self.groups, self.looks, self.firsts, self.first_grads = groups, looks, firsts, first_grads
 
     def clear(self) -> None:
@@ -221,20 +222,15 @@ class _End(abc.ABC):
 
     def crossing(self, microbatch: int) -> Crossing:
         """What crosses in a microbatch, whose values' looks are known."""
-        group = self.groups[microbatch]
-        looks = self.looks
-        found = self._crossings.get(group)
-        if found is None or found.values is not looks.values[group] or found.grads is not looks.grads.get(group):
-            found = self._crossings[group] = Crossing.of(looks, group, packs=self.place.packs)
-        return found
+        return self._known.get(microbatch) or self._find(microbatch)
 
     def recv(self, microbatch: int) -> None:
         """Post the receive of what the other end sends."""
         inbox = self._inbox
         assert inbox is not None
-        coming = None if inbox.line else self._look(microbatch)
-        if isinstance(coming, Coming):
-            self._coming[microbatch] = coming.post(self._transport)
+        ready = self._ready.get(microbatch)
+        if ready is not None and not inbox.line:
+            self._coming[microbatch] = ready.post(self._transport)
             return
         expected = self._coming[microbatch] = Expected(
             inbox,
@@ -250,13 +246,27 @@ class _End(abc.ABC):
     def _look(self, microbatch: int) -> Coming | Learn | None:
         """What will come; see :class:`Expected`."""
 
-    def _receives(self, microbatch: int, crossing: Crossing, packing: Packing, count: int) -> Coming:
-        """The batch of receives of a microbatch; made once."""
-        known = self._batches.get(microbatch)
-        if known is None or known[0] is not crossing:
-            batch = packing.recvs(self._recv_ops(microbatch, count))
-            known = self._batches[microbatch] = crossing, Coming(batch, packing)
-        return known[1]
+    def _find(self, microbatch: int) -> Crossing:
+        group = self.groups[microbatch]
+        found = self._crossings.get(group)
+        if found is None:
+            found = self._crossings[group] = Crossing.of(self.looks, group, packs=self.place.packs)
+        self._known[microbatch] = found
+        return found
+
+    def _forget(self) -> None:
+        """What was worked out does not hold any more."""
+        for table in (self._crossings, self._known, self._ready):
+            table.clear()
+
+    def _receives(self, microbatch: int, packing: Packing, count: int) -> Coming:
+        """The receives of a microbatch, of which all is known now: made once."""
+        ready = self._ready[microbatch] = Coming(packing.recvs(self._recv_ops(microbatch, count)), packing)
+        return ready
+
+    def _learn_grads(self, group: int, grads: BackwardMeta) -> None:
+        self.looks.grads[group] = grads
+        self._forget()
 
     def wait(self, microbatch: int) -> None:
         """Wait until what was sent is there."""
@@ -350,7 +360,8 @@ class InLink(_End):
         ops = self._send_ops(microbatch, len(grads))
         locals_ = [g if type(g) is torch.Tensor else to_local_if_dtensor(g, detach=True) for g in grads]
         if crossing.back is None and microbatch in self.first_grads:
-            meta = self.looks.grads[self.groups[microbatch]] = BackwardMeta(extract_metas(grads))
+            meta = BackwardMeta(extract_metas(grads))
+            self._learn_grads(self.groups[microbatch], meta)
             self._sent[microbatch] = send_values(self._transport, ops[0], encode(meta), locals_)
             return
         # Nobody else uses these gradients: the transport may hand over the memory itself.
@@ -377,7 +388,7 @@ class InLink(_End):
         group = self.groups[microbatch]
         if group in self.looks.values:
             crossing = self.crossing(microbatch)
-            return self._receives(microbatch, crossing, crossing.values_packing, len(crossing.metas))
+            return self._receives(microbatch, crossing.values_packing, len(crossing.metas))
         if microbatch in self.firsts:
             return functools.partial(self._learn, group)
         return None
@@ -466,9 +477,9 @@ class OutLink(_End):
             return None
         crossing = self.crossing(microbatch)
         if crossing.back is not None:
-            return self._receives(microbatch, crossing, crossing.grads_packing, len(crossing.back))
+            return self._receives(microbatch, crossing.grads_packing, len(crossing.back))
         if microbatch in self.first_grads:
-            return lambda payload: self.looks.grads.__setitem__(group, decode(payload))
+            return lambda payload: self._learn_grads(group, decode(payload))
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from .._compat import non_leaf
-from ..exceptions import StageUsageError
+from ..exceptions import SplitBackwardWarning, StageUsageError
 from ..plan._action import Kind
 from ._backward import run_deferred, run_inputs, run_whole
 from ._data_parallel import find_data_parallel
@@ -23,8 +24,8 @@ class StageProgram(Protocol):
 
     Microbatches are independent: several may be between their forward and their backward at once, in any order.
 
-    A program may also have a method ``clear()``: it is called at the end of every step, also of one that failed, to let go of what
-    it keeps for backwards that will not come.
+    A program may also have a method ``clear()``: it is called at the end of every step, also of one that failed, to let go of
+    what it keeps for backwards that will not come.
     """
 
     def forward(
@@ -95,6 +96,7 @@ class EagerProgram:
         self._dw_builder = dw_builder
         self._leaves: dict[int, Sequence[torch.Tensor]] = {}
         self._left: dict[int, Callable[..., None]] = {}  # by microbatch what its W has to do
+        self._said_unsplit = False
 
     def forward(
         self,
@@ -131,7 +133,7 @@ class EagerProgram:
                 return found
             if kind is Kind.B:
                 return run_whole(roots, grads, leaves)
-            found, deferred = run_inputs(roots, grads, leaves)
+            found, deferred = run_inputs(roots, grads, leaves, unsplit=self._say_unsplit)
             self._left[microbatch] = functools.partial(run_deferred, deferred)
             return found
 
@@ -154,6 +156,18 @@ class EagerProgram:
         """Let go of every microbatch."""
         self._leaves.clear()
         self._left.clear()
+
+    def _say_unsplit(self, node: str) -> None:
+        if not self._said_unsplit:
+            self._said_unsplit = True
+            change = "use checkpoint(use_reentrant=False)" if "Checkpoint" in node else "do not compile this stage"
+            warnings.warn(
+                f"the backward of {type(self.module).__qualname__} cannot be split, since its graph holds {node}: each I runs all"
+                " of it and W nothing. Gradients are right, but a zero-bubble schedule gains nothing from this stage:"
+                f" {change}, or take a schedule without W",
+                SplitBackwardWarning,
+                stacklevel=2,
+            )
 
     def _microbatch(self) -> contextlib.AbstractContextManager[None]:
         return _NOTHING_AROUND if self.data_parallel is None else self.data_parallel.microbatch()

@@ -139,9 +139,7 @@ class StageRun:
 
     def forward(self, microbatch: int) -> Any:
         """Run the module, and on the last stage the loss; gives what the module returned."""
-        received: list[torch.Tensor] = []
-        for link in self._ins:
-            received += link.take(microbatch, with_grad=self.has_backward)
+        received = [value for link in self._ins for value in link.take(microbatch, with_grad=self.has_backward)]
         value = self.program.forward(microbatch, received, functools.partial(self._call, microbatch))
         if self._is_last:
             self._finish(microbatch, value)
@@ -210,6 +208,9 @@ class StageRun:
 
     def _end(self, microbatch: int, found: Sequence[torch.Tensor | None]) -> None:
         """Give the gradients of the received tensors to the links that they came by."""
+        if len(self._ins) == 1:
+            self._ins[0].give(microbatch, found)
+            return
         position = 0
         for link in self._ins:
             count = len(link.crossing(microbatch).metas)
@@ -225,7 +226,7 @@ class StageRun:
             crossing = self._ins[0].crossing(microbatch)
             if crossing.is_flat:
                 return tuple(received), kwargs
-            value = crossing.values.structure.rebuild(received)
+            value = crossing.structure.rebuild(received)
             return (tuple(value) if type(value) in (tuple, list) else (value,)), kwargs
         args = dict(zip(self._positions, received, strict=True))
         return tuple(args[position] for position in range(len(args))), kwargs
