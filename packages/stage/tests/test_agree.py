@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from stepwell_meta.exceptions import MetadataWarning, PipeliningMetadataError
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Transport
+from stepwell_p2p import C10dTransport, Post, Transport
+from stepwell_p2p.testing import RecordingTransport
 from stepwell_stage import Executor, PipelineStage
 from stepwell_stage.schedules import one_f_one_b
 
@@ -149,3 +150,24 @@ def test_a_gradient_that_was_declared_not_to_come_is_an_error_not_lost(threads: 
             PipeliningMetadataError, match="stage 1: value 0 from stage 0 got a gradient, but was declared"
         ):
             threads(run_raising, 3, declared)
+
+
+def test_a_change_of_mode_agrees_on_nothing_twice(threads: Threads) -> None:
+    """Each mode agrees once for each way of cutting a batch; going back and forth between them sends no word about values."""
+
+    def run(transport: Transport) -> list[int]:
+        layers, x, y = layers_and_batch(2, 10)
+        recorder = RecordingTransport(transport)
+        stage = PipelineStage(layers[transport.rank], transport.rank, 2, "cpu")
+        executor = Executor(stage, one_f_one_b(2, MICROBATCHES), functional.mse_loss, transport=recorder)
+        counts = []
+        for kind, rows in (("step", 8), ("eval", 8), ("step", 8), ("eval", 8), ("step", 10), ("eval", 8), ("step", 10)):
+            before = len(recorder.steps)
+            given = (x[:rows],) if executor.is_first else ()
+            getattr(executor, kind)(*given, target=y[:rows] if executor.is_last else None)
+            posts = [one for one in recorder.steps[before:] if isinstance(one, Post)]
+            counts.append(sum(op.microbatch == -1 for post in posts for op in post.ops))
+        return counts
+
+    for counts in threads(run, 2):
+        assert [count > 0 for count in counts] == [True, True, False, False, True, False, False]

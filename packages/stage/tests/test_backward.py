@@ -451,8 +451,7 @@ def test_a_checkpointed_block_is_recomputed_once(kind: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch.compile looks at its inputs
-def test_a_compiled_stage_runs_whole_in_the_first_part() -> None:
-    """P094."""
+def test_p094_a_compiled_stage_runs_whole_in_the_first_part() -> None:
     plain, module = seeded(SwiGLU), seeded(SwiGLU)
     compiled: Any = torch.compile(module, backend="aot_eager")
     x, again = example((4, WIDTH), 1), example((4, WIDTH), 1)

@@ -217,10 +217,10 @@ def plain_grads() -> dict[str, torch.Tensor]:
         (wrap_replicate, FEW),
     ],
 )
-def test_gradients_equal_the_plain_model_on_every_replica_and_schedule(
+def test_p095_p108_p113_p125_gradients_equal_the_plain_model_on_every_replica_and_schedule(
     workers: WorkerPool, wrap: Wrap, schedules: list[Callable[[int, int], Schedule]]
 ) -> None:
-    """P095, P099, P108, P113, P125, P126: split backwards too, and steps that add up."""
+    """Split backwards too, and steps that add up."""
     results = workers.run(steps_of, 4, wrap, schedules, deadline=DEADLINE)
     expected = plain_grads()
     for name in results[0]:
@@ -312,8 +312,9 @@ def reductions(schedule: Schedule) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("make", [one_f_one_b, zb_h1, backwards_reversed, mixed_backwards])
-def test_one_reduction_a_step_after_the_last_backward(workers: WorkerPool, make: Callable[..., Schedule]) -> None:
-    """P099, P125, P126."""
+def test_p099_p125_p126_one_reduction_a_step_after_the_last_backward(
+    workers: WorkerPool, make: Callable[..., Schedule]
+) -> None:
     schedule = make(2, 8)
     for rank, steps in enumerate(workers.run(reductions, 4, schedule, deadline=DEADLINE)):
         own = [action.kind.value for action in schedule.actions[rank // 2] if action.kind is not Kind.F]
@@ -417,8 +418,7 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_wrappings_that_cannot_be_held_back_are_refused(workers: WorkerPool) -> None:
-    """P124."""
+def test_p124_wrappings_that_cannot_be_held_back_are_refused(workers: WorkerPool) -> None:
     messages, _ = workers.run(refusals, 2, deadline=DEADLINE)
     assert "module '0' is a FullyShardedDataParallel" in messages[0]
     assert "use torch.distributed.fsdp.fully_shard" in messages[0]
@@ -479,10 +479,10 @@ def traffic(
 
 
 @pytest.mark.parametrize(("make", "options"), [(one_f_one_b, {}), (zb_h1, {}), (zbv, {}), (looped_bfs, {})])
-def test_parameters_are_gathered_and_gradients_reduced_where_the_plan_says(
+def test_p123_parameters_are_gathered_and_gradients_reduced_where_the_plan_says(
     workers: WorkerPool, make: Callable[..., Schedule], options: dict[str, int]
 ) -> None:
-    """P123: each of a rank's two layers is gathered once and reduced once a step, and everything is freed at the end."""
+    """Each of a rank's two layers is gathered once and reduced once a step, and everything is freed at the end."""
     for counts, plan, gathered in workers.run(traffic, 4, make, **options, deadline=DEADLINE):
         assert counts[0] == counts[1] == {"gather": 2, "reduce": 2}
         assert counts[2] == {"gather": 2}

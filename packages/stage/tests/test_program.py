@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement, Transport
 from stepwell_stage import Action, EagerProgram, Executor, Kind, PipelineStage, Schedule, StageProgram
-from stepwell_stage.exceptions import StageUsageError
+from stepwell_stage.exceptions import SplitBackwardWarning, StageUsageError
 from stepwell_stage.run._program import is_reduced, is_sharded
 from stepwell_stage.schedules import (
     dualpipe_v,
@@ -235,6 +235,43 @@ def test_p098_gradients_go_to_the_microbatch_they_belong_to(threads: Threads) ->
     ]
     schedule = Schedule("shuffled", Placement.loop(3, 3), 4, rows)
     assert_same(threads(run_stages, 3, schedule, build_layers), plain(build_layers(), 4))
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.linear, torch.tanh(x), use_reentrant=True)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch.compile looks at its inputs
+def test_p094_p101_p104_a_stage_whose_backward_cannot_be_split_says_so_once_and_is_right() -> None:
+    """Its W is empty. Whole backwards, and a first stage, whose W is all of it, have nothing to say."""
+
+    def compiled() -> nn.Module:
+        return torch.compile(nn.Linear(WIDTH, WIDTH), backend="aot_eager")
+
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    for make, words in ((Reentrant, "use_reentrant=False"), (compiled, "do not compile this stage")):
+        module = make()
+        program = EagerProgram(module)
+
+        def forward(microbatch: int, value: torch.Tensor = x, program: EagerProgram = program) -> torch.Tensor:
+            return program.forward(microbatch, [value], lambda received: (tuple(received), {}))
+
+        (whole,) = program.backward(0, Kind.B, [forward(0).sum()], [None])
+        expected = [parameter.grad.clone() for parameter in module.parameters()]
+        module.zero_grad()
+        with pytest.warns(SplitBackwardWarning, match=f"cannot be split, since its graph holds .*{words}"):
+            (grad,) = program.backward(1, Kind.I, [forward(1).sum()], [None])
+        program.backward(1, Kind.W, (), ())
+        assert torch.equal(grad, whole)
+        assert all(torch.equal(p.grad, right) for p, right in zip(module.parameters(), expected, strict=True))
+        program.backward(2, Kind.I, [forward(2).sum()], [None])  # says no more
 
 
 # dw_builder.

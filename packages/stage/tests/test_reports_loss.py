@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Transport, Wire
 from stepwell_p2p.exceptions import PeerFailure
-from stepwell_stage import Executor, PipelineStage, Schedule
+from stepwell_stage import Executor, Kind, PipelineStage, Schedule
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.schedules import BY_NAME, gpipe, one_f_one_b, zb_h1
 
@@ -239,6 +239,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.linear, torch.tanh(x), use_reentrant=self.reentrant)
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be split:stepwell_stage.exceptions.SplitBackwardWarning")
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, zb_h1])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_p074_p104_checkpoints_of_both_kinds(threads: Threads, make: Any, *, reentrant: bool) -> None:
@@ -259,6 +260,55 @@ def test_p074_p104_checkpoints_of_both_kinds(threads: Threads, make: Any, *, ree
     for part, target in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
         (functional.mse_loss(nn.Sequential(*modules)(part), target) / 3).backward()
     assert_like(threads(run, 3), modules)
+
+
+class Counted(nn.Module):
+    """A BatchNorm within a checkpoint: recomputed, it counts again, as it does in one process."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.norm, self.linear(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be split:stepwell_stage.exceptions.SplitBackwardWarning")
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, zb_h1])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_p149_statistics_of_checkpointed_norms_are_those_of_one_process(
+    threads: Threads, make: Any, *, reentrant: bool
+) -> None:
+    """Each microbatch counts in its forward and in its one recomputation, never in a second, nor beforehand."""
+    x, y = batch(12)
+    schedule = make(2, 4)
+
+    def stages() -> list[nn.Module]:
+        return seeded(*(Counted(reentrant=reentrant) for _ in range(2)))
+
+    def run(transport: Transport) -> Any:
+        module = stages()[transport.rank]
+        step(build(transport, [module] * 2, schedule), x, y)
+        return dict(module.named_buffers()), [parameter.grad for parameter in module.parameters()]
+
+    modules = stages()
+    outputs = {}
+    # The order of the last rank's actions is that of one process; running means depend on it.
+    for action in schedule.actions[1]:
+        m = action.microbatch
+        part, target = x.tensor_split(4)[m], y.tensor_split(4)[m]
+        if action.kind is Kind.F:
+            outputs[m] = functional.mse_loss(nn.Sequential(*modules)(part), target) / 4
+        elif action.kind is not Kind.W:
+            outputs.pop(m).backward()
+    results = threads(run, 2)
+    for (buffers, grads), module in zip(results, modules, strict=True):
+        assert buffers["norm.num_batches_tracked"] == 2 * 4
+        for grad, parameter in zip(grads, module.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)
+    for name, expected in modules[1].named_buffers():
+        torch.testing.assert_close(results[1][0][name], expected)
 
 
 def test_p074_a_loss_that_nothing_can_be_learned_from_is_an_error_with_a_hint(threads: Threads) -> None:

@@ -213,6 +213,11 @@ class KeepsOutputs(Odd):
         return super().forward(microbatch, received, call)
 
 
+class ClearsHalf(Odd):
+    def clear(self) -> None:
+        self._leaves.clear()
+
+
 class TakesAnything(Odd):
     def backward(self, microbatch: int, kind: Kind, roots: Any, grads: Any) -> Any:
         if kind is Kind.W and microbatch not in self._left:
@@ -234,6 +239,7 @@ class TakesAnything(Odd):
         (TrainsAll, "frozen_parameters", "the gradient of parameter 'weight': expected None"),
         (KeepsEvaluations, "evaluation", "an evaluation keeps tensors"),
         (KeepsOutputs, "nothing_is_kept", "after B it holds 3 of 6 inputs and outputs"),
+        (ClearsHalf, "nothing_is_kept_of_a_step_that_failed", r"after clear\(\) it holds 2 of 12 inputs and outputs"),
         (TakesAnything, "errors_come_through", "W without its I: expected an error"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -173,7 +173,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_p081_p083_p086_p088_tied_gradients_are_the_one_process_sum_on_every_holder(
+def test_p081_p083_p084_p086_p088_tied_gradients_are_the_one_process_sum_on_every_holder(
     threads: Threads, name: str, accumulate: int
 ) -> None:
     """Also after several accumulated steps, where what was summed is not summed again, and after optimizer steps."""

@@ -97,6 +97,11 @@ class FakeProgram:
         """Note it."""
         self.calls.append("reduce_grads")
 
+    def clear(self) -> None:
+        """Let go of every microbatch."""
+        self._forwards.clear()
+        self._later.clear()
+
     def _times(self, value: torch.Tensor) -> torch.Tensor:
         wanted = torch.is_grad_enabled() and (value.requires_grad or self.weight.requires_grad)
         return (value.detach() * self.weight.detach()).requires_grad_(wanted)

@@ -149,6 +149,11 @@ class ProgramSubject:
         for (name, mine), other in zip(self._mine.named_parameters(), self.reference.parameters(), strict=True):
             _same_grad(mine.grad, other.grad, f"the gradient of parameter {name!r}")
 
+    def forget(self) -> None:
+        """Take away every gradient."""
+        self._mine.zero_grad()
+        self.reference.zero_grad()
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """What stands around the microbatches of a step, as in a plan."""
@@ -319,6 +324,31 @@ def nothing_is_kept(subject: ProgramSubject) -> None:
                 subject.program.backward(0, kind, (), ())
             held = [number for number, tensor in enumerate(kept) if tensor() is not None]
             _expect(not held, f"after {kinds[-1].value} it holds {len(held)} of {len(kept)} inputs and outputs")
+
+
+@_check()
+def nothing_is_kept_of_a_step_that_failed(subject: ProgramSubject) -> None:
+    """Where the program has a ``clear()``: microbatches that were begun are let go, and numbers begin anew."""
+    clear = getattr(subject.program, "clear", None)
+    if clear is None:
+        return
+    kept = []
+    with subject.step():
+        for kind in (None, Kind.I):
+            received = subject.received(0)
+            outputs = subject.forward(0, received)
+            kept += [weakref.ref(tensor) for tensor in (*received, *normalize_outputs(outputs).leaves)]
+            if kind is not None:
+                subject.backward(0, kind, outputs)
+            del received, outputs
+    clear()
+    held = sum(tensor() is not None for tensor in kept)
+    _expect(not held, f"after clear() it holds {held} of {len(kept)} inputs and outputs")
+    _raises(Exception, "W whose I was cleared", lambda: subject.program.backward(0, Kind.W, (), ()))
+    subject.forget()
+    with subject.step():
+        subject.expect_input_grads(subject.backward(0, Kind.B, subject.forward(0)), 0)
+    subject.expect_parameter_grads()
 
 
 @_check()

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from stepwell_meta.exceptions import StepwellError
 
-__all__ = ["NonFiniteNormError", "ScheduleError", "StageError", "StageExecutionError", "StageUsageError"]
+__all__ = [
+    "NonFiniteNormError",
+    "ScheduleError",
+    "SplitBackwardWarning",
+    "StageError",
+    "StageExecutionError",
+    "StageUsageError",
+]
 
 
 class StageError(StepwellError):
@@ -53,3 +60,7 @@ class NonFiniteNormError(StageError, RuntimeError):
     def __init__(self, message: str, *, norm: float) -> None:
         super().__init__(message)
         self.norm = norm
+
+
+class SplitBackwardWarning(UserWarning):
+    """A stage under a schedule that splits backwards has one that cannot be split; what it computes is right all the same."""

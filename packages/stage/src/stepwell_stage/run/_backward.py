@@ -35,7 +35,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, for the split; the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -186,14 +186,20 @@ def run_whole(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None
 
 
 def run_inputs(
-    roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[Any]
+    roots: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    inputs: Sequence[Any],
+    *,
+    unsplit: Callable[[str], None] | None = None,
 ) -> tuple[Grads, list[Deferred]]:
-    """See :func:`stage_backward_input`."""
+    """See :func:`stage_backward_input`; ``unsplit`` is told of the node that makes everything run now, where there is one."""
     wanted = [get_gradient_edge(value) for value in inputs if _wants_grad(value)]
     graph = _Graph([get_gradient_edge(root).node for root in roots], {edge.node for edge in wanted})
     if not graph.path:
         return _take_grads(inputs), [Deferred(roots, grads)] if roots else []
-    if graph.must_stay_whole:
+    if graph.must_stay_whole is not None:
+        if unsplit is not None:
+            unsplit(graph.must_stay_whole)
         return run_whole(roots, grads, inputs), []
     now, later = graph.divide()
     taps = {node: _Tap() for node in later if node is not None}
@@ -258,19 +264,19 @@ class _Graph:
 
     Attributes:
         path: the nodes from which an input is reached, those nearest to the inputs first.
-        must_stay_whole: whether a node demands a backward that is not split.
+        must_stay_whole: the name of a node that demands a backward that is not split; None where there is none.
     """
 
     def __init__(self, starts: Sequence[Node], inputs: set[Node]) -> None:
         self.path: dict[Node, None] = {}
-        self.must_stay_whole = False
+        self.must_stay_whole: str | None = None
         self._starts = starts
         self._below: dict[Node, frozenset[Node]] = {}  # of nodes off the path: the leaves they reach
         self._fixed: set[Node] = set()  # leaves whose gradients are made in I
         for node in _children_first(starts):
             name = node.name()
             if "Checkpoint" in name or name.startswith("CompiledFunction"):
-                self.must_stay_whole = True
+                self.must_stay_whole = name
             children = _children(node)
             if node in inputs or any(child in self.path for child in children):
                 self.path[node] = None
