@@ -181,9 +181,13 @@ def survey_3d():
     )
 
 
-def test_b06_data_parallelism_on_one_axis_of_a_pp_dp_tp_mesh(workers) -> None:
-    answers = workers.run(survey_3d, 8)
-    for rank, answer in enumerate(answers):
+@pytest.fixture(scope="module")
+def surveyed(workers):
+    return workers.run(survey_3d, 8)
+
+
+def test_b06_data_parallelism_on_one_axis_of_a_pp_dp_tp_mesh(surveyed) -> None:
+    for rank, answer in enumerate(surveyed):
         pp, dp, tp = rank // 4, rank // 2 % 2, rank % 2
         assert answer.sums == {"pp": 2 * rank + 4 - 8 * pp, "dp": 2 * rank + 2 - 4 * dp, "tp": 2 * rank + 1 - 2 * tp}
         dp_ranks = [pp * 4 + tp, pp * 4 + 2 + tp]
@@ -196,8 +200,8 @@ def test_b06_data_parallelism_on_one_axis_of_a_pp_dp_tp_mesh(workers) -> None:
             assert (part.degrees, part.group_names, part.reached) == (fsdp.degrees, ("fsdp",), [dp_ranks])
 
 
-def test_meshes_of_different_stages_have_the_same_key(workers) -> None:
-    answers = workers.run(survey_3d, 8)
+def test_meshes_of_different_stages_have_the_same_key(surveyed) -> None:
+    answers = surveyed
     assert answers[0].stage_ranks == [[0, 1], [2, 3]]
     assert answers[7].stage_ranks == [[4, 5], [6, 7]]
     assert all(answer.keys == answers[0].keys for answer in answers)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import OrderedDict
 
 from torch.utils import _pytree
 
 from stepwell_meta import _compat
+from stepwell_meta.testing import WorkerPool
 
-# Runs stepwell-meta in an interpreter whose torch has none of the private names.
+# Runs stepwell-meta, imported anew, in a process whose torch has none of the private names.
 WITHOUT = """
-import sys
 import torch
 from torch.distributed.tensor import placement_types, Shard
 import torch.utils._pytree as pytree
@@ -43,10 +42,18 @@ assert outputs.structure.rebuild(outputs.leaves) == value
 """
 
 
+def without_the_names() -> list[str]:
+    lines: list[str] = []
+    used = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("stepwell_meta")}
+    exec(WITHOUT, {"print": lines.append})
+    sys.modules.update(used)  # the worker's own, by which it answers
+    return lines
+
+
 def test_without_the_names_only_what_needs_them_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    strided, fake, registered = done.stdout.splitlines()
+    with WorkerPool(max_size=1) as pool:  # not the session's: what torch loses there does not come back
+        (lines,) = pool.run(without_the_names, 1, init_group=False)
+    strided, fake, registered = lines
     assert strided.startswith("metadata has a placement 3 that this torch does not have")
     assert fake.endswith("got torch._subclasses.fake_tensor.FakeTensor")
     assert registered.startswith("outputs: cannot send a torch.return_types.max to another stage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import Any
 
 import attrs
@@ -89,12 +90,15 @@ def test_a_key_is_computed_once_for_a_mesh_and_forgotten_with_it(workers: Worker
     workers.run(life_of_a_key, 4)
 
 
-def describe(
-    shape: tuple[int, ...], placements: tuple[Any, ...], mesh_shape: tuple[int, ...]
-) -> tuple[DTensorMeta, bytes]:
-    """Distribute, describe, send the description to all, make a DTensor from what rank 0 sent, and compare the two."""
-    names = ("dp", "tp")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+def describe_all(
+    mesh_shape: tuple[int, ...], cases: list[tuple[tuple[int, ...], tuple[Any, ...]]]
+) -> list[tuple[DTensorMeta, bytes]]:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
+    return [describe(mesh, shape, placements) for shape, placements in cases]
+
+
+def describe(mesh: DeviceMesh, shape: tuple[int, ...], placements: tuple[Any, ...]) -> tuple[DTensorMeta, bytes]:
+    """Distribute, describe, make a DTensor from the description, and compare the two."""
     torch.manual_seed(0)
     whole = torch.randn(shape)
     if any(placement.is_partial() for placement in placements):
@@ -120,35 +124,40 @@ def describe(
     return meta, encode(meta)
 
 
-@pytest.mark.parametrize(
-    ("shape", "placements", "world"),
-    [
-        ((8, 6), (Shard(0),), (2,)),
-        ((8, 6), (Shard(1),), (2,)),
-        ((7, 5), (Shard(0),), (2,)),
-        ((3, 5), (Shard(0),), (4,)),  # one rank is left without rows
-        ((8, 6), (Replicate(),), (4,)),
-        ((8, 6), (Partial("sum"),), (2,)),
-        ((8, 6), (Partial("avg"),), (2,)),
-        ((8, 6), (Partial("max"),), (4,)),
-        ((), (Replicate(),), (2,)),
-        ((8, 6), (Shard(0), Shard(1)), (2, 2)),
-        ((8, 6), (Shard(0), Shard(0)), (2, 2)),
-        ((8, 6), (Replicate(), Shard(1)), (2, 2)),
-        ((8, 6), (Partial("sum"), Replicate()), (2, 2)),
-        ((7, 5), (Shard(1), Shard(1)), (2, 2)),
+CASES: dict[tuple[int, ...], list[tuple[tuple[int, ...], tuple[Any, ...]]]] = {
+    (2,): [
+        ((8, 6), (Shard(0),)),
+        ((8, 6), (Shard(1),)),
+        ((7, 5), (Shard(0),)),
+        ((8, 6), (Partial("sum"),)),
+        ((8, 6), (Partial("avg"),)),
+        ((), (Replicate(),)),
     ],
-    ids=str,
-)
-def test_a_dtensor_is_described_and_made_again(
-    workers: WorkerPool, shape: tuple[int, ...], placements: tuple[Any, ...], world: tuple[int, ...]
-) -> None:
-    results = workers.run(describe, world[0] * (world[1] if len(world) > 1 else 1), shape, placements, world)
-    for meta, data in results:
-        assert decode(data) == meta
-        assert meta.global_shape == shape
-        assert meta.placements == placements
-        assert (meta.mesh_key, meta.global_stride) == (results[0][0].mesh_key, results[0][0].global_stride)
+    (4,): [
+        ((3, 5), (Shard(0),)),  # one rank is left without rows
+        ((8, 6), (Replicate(),)),
+        ((8, 6), (Partial("max"),)),
+        ((0, 5), (Shard(0),)),
+    ],
+    (2, 2): [
+        ((8, 6), (Shard(0), Shard(1))),
+        ((8, 6), (Shard(0), Shard(0))),
+        ((8, 6), (Replicate(), Shard(1))),
+        ((8, 6), (Partial("sum"), Replicate())),
+        ((7, 5), (Shard(1), Shard(1))),
+        ((1, 1), (Shard(0), Shard(1))),  # one element, on one rank of four
+    ],
+}
+
+
+@pytest.mark.parametrize("world", CASES, ids=str)
+def test_a_dtensor_is_described_and_made_again(workers: WorkerPool, world: tuple[int, ...]) -> None:
+    results = workers.run(describe_all, math.prod(world), world, CASES[world])
+    for (shape, placements), *ranks in zip(CASES[world], *results, strict=True):
+        for meta, data in ranks:
+            assert decode(data) == meta
+            assert (meta.global_shape, meta.placements) == (shape, placements)
+            assert (meta.mesh_key, meta.global_stride) == (ranks[0][0].mesh_key, ranks[0][0].global_stride)
 
 
 def describe_strided() -> tuple[str, tuple[int, ...], bool]:

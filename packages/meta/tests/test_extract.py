@@ -82,9 +82,8 @@ def local_parts() -> None:
     assert isinstance(extract_meta(weight), DTensorMeta)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_local_part_of_a_dtensor(workers: WorkerPool, world: int) -> None:
-    workers.run(local_parts, world)
+def test_the_local_part_of_a_dtensor(workers: WorkerPool) -> None:
+    workers.run(local_parts, 2)
 
 
 def results_in_flight() -> None:
@@ -102,9 +101,8 @@ def results_in_flight() -> None:
     assert type(to_local_if_dtensor(partial, detach=True)) is torch.Tensor
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_result_of_a_collective_in_flight_is_plain_and_waited_for(workers: WorkerPool, world: int) -> None:
-    workers.run(results_in_flight, world)
+def test_the_result_of_a_collective_in_flight_is_plain_and_waited_for(workers: WorkerPool) -> None:
+    workers.run(results_in_flight, 2)
 
 
 class MLP(torch.nn.Module):
@@ -132,9 +130,8 @@ def tensor_parallel_stage() -> None:
     torch.testing.assert_close(sent, expected.detach())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_output_of_a_tensor_parallel_module_is_plain(workers: WorkerPool, world: int) -> None:
-    workers.run(tensor_parallel_stage, world)
+def test_the_output_of_a_tensor_parallel_module_is_plain(workers: WorkerPool) -> None:
+    workers.run(tensor_parallel_stage, 2)
 
 
 def correspondence() -> str:

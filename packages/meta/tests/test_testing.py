@@ -83,7 +83,7 @@ def test_a_hang_fails_at_the_deadline_with_every_stack_and_the_pool_heals(worker
     before = workers.run(os.getpid, 2)
     start = time.monotonic()
     with pytest.raises(WorkerFailure) as failure:
-        workers.run(waits_for_ever_here, 2, deadline=2)
+        workers.run(waits_for_ever_here, 2, deadline=1)
     assert time.monotonic() - start < 10
     assert "waits_for_ever_here" in failure.value.outcomes[0].trace
     assert "waits_for_ever_here" in failure.value.outcomes[1].trace
