@@ -1,11 +1,18 @@
-"""Ranks as threads, for what does not depend on the backend."""
+"""Ranks as threads, for what does not depend on the backend.
+
+Also makes ``support.py`` importable as ``stage_support``, here and (by value) in the ranks of the worker pool.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
@@ -13,6 +20,16 @@ from stepwell_p2p import LoopbackFabric, Rules, Transport
 from stepwell_p2p.exceptions import PeerFailure
 
 torch.set_num_threads(1)  # ranks are threads, and would each have threads of their own: many times slower on few cores
+
+
+if "stage_support" not in sys.modules:
+    spec = importlib.util.spec_from_file_location("stage_support", Path(__file__).with_name("support.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["stage_support"] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
 
 
 def run_on_threads(

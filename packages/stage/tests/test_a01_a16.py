@@ -6,12 +6,13 @@ Stages of one process share a rank, so values are handed over; what crosses betw
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from stage_support import Calls, X, prepare, scaled, stages_of
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,54 +28,10 @@ from stepwell_stage import PipelineStage
 from stepwell_stage.exceptions import StageUsageError
 
 
-class Calls(nn.Module):
-    """Calls a function; a parameter makes it a stage that learns."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.weight, *args, **kwargs)
-
-
-def scaled(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return weight * x
-
-
 def two(*, first: Any = scaled, second: Any = scaled, **options: Any) -> tuple[PipelineStage, PipelineStage]:
-    """Two stages on the one rank of this process."""
-    transport = LoopbackFabric(1).transport(0)
-    stages = [
-        PipelineStage(Calls(f), i, 2, "cpu", transport=transport, **options) for i, f in enumerate((first, second))
-    ]
-    for stage in stages:
-        stage.stage_index_to_group_rank = {0: 0, 1: 0}
-    return stages[0], stages[1]
-
-
-def prepare(
-    stages: Sequence[PipelineStage], *args: Any, microbatches: int = 2, backward: bool = True, loss_fn: Any = None
-) -> None:
-    """What a schedule of torch does before its first step."""
-    acc: Any = None
-    for stage in stages:
-        stage.has_backward = backward
-        acc = stage._warmup_forward_vote(backward, received_acc=acc)
-    for stage in reversed(stages):
-        acc = stage._warmup_backward_result(received_result=acc)
-    handed: Any = None
-    for stage in stages:
-        handed = stage._prepare_forward_infra(
-            microbatches, args if stage.is_first else handed, {}, has_backward=backward
-        )
-    handed = None
-    for stage in reversed(stages):
-        if backward:
-            handed = stage._prepare_backward_infra(microbatches, loss_fn, torch.zeros(()), received_grad_meta=handed)
-    for stage in stages:
-        stage._post_metadata_inference_cleanup()
+    """Two stages on the one rank of this process, with the same options."""
+    one, other = stages_of(first, second, options=[options] * 2)
+    return one, other
 
 
 def forward(stages: Sequence[PipelineStage], microbatch: int, *args: Any) -> Any:
@@ -92,9 +49,6 @@ def backward(stages: Sequence[PipelineStage], microbatch: int, loss: torch.Tenso
         stage.backward_one_chunk(microbatch, loss=loss if stage.is_last else None)
         if not stage.is_first:
             stages[stage.stage_index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
-
-
-X = torch.arange(6.0).reshape(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +373,7 @@ def between_ranks() -> None:
     received = [op.tensor for op in ops if "irecv" in repr(op)]
     assert len(received) == 1
     assert received[0].item() == 1 - index
-    prepare([stage], X, loss_fn=lambda output, _: output.sum())
+    prepare([stage], X, loss_fn=lambda output, _: output.sum(), target=torch.zeros(()))
     peer = 3 if index == 0 else 1
 
     assert (stage.get_bwd_recv_ops(0) if index else stage.get_fwd_recv_ops(0)) == []  # A06

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from stage_support import Calls, X, prepare, scaled, stages_of, vote
 from torch import fx, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,64 +24,6 @@ from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Wire
 from stepwell_stage import Executor, Kind, PipelineStage, build_stage
 from stepwell_stage.exceptions import StageExecutionError, StageUsageError
 from stepwell_stage.schedules import looped_bfs
-
-X = torch.arange(6.0).reshape(2, 3)
-
-
-class Calls(nn.Module):
-    """Calls a function with a parameter."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.weight, *args, **kwargs)
-
-
-def scaled(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return weight * x
-
-
-def stages_of(*functions: Any, options: Sequence[dict[str, Any]] | None = None) -> list[PipelineStage]:
-    """Stages on the one rank of this process."""
-    transport = LoopbackFabric(1).transport(0)
-    made = []
-    for index, function in enumerate(functions):
-        module = function if isinstance(function, nn.Module) else Calls(function)
-        extra = options[index] if options else {}
-        made.append(PipelineStage(module, index, len(functions), "cpu", transport=transport, **extra))
-        made[-1].stage_index_to_group_rank = dict.fromkeys(range(len(functions)), 0)
-    return made
-
-
-def vote(stages: Sequence[PipelineStage], *, backward: bool = True) -> list[int]:
-    """What a schedule of torch does first; what each stage heard, 1 for static."""
-    word: Any = None
-    for stage in stages:
-        stage.has_backward = backward
-        word = stage._warmup_forward_vote(backward, received_acc=word)
-    heard = []
-    for stage in reversed(stages):
-        word = stage._warmup_backward_result(received_result=word)
-        heard.append(word.item())
-    return heard
-
-
-def prepare(
-    stages: Sequence[PipelineStage], *args: Any, backward: bool = True, loss_fn: Any = None, target: Any = None
-) -> list[int]:
-    heard = vote(stages, backward=backward)
-    handed: Any = None
-    for stage in stages:
-        handed = stage._prepare_forward_infra(2, args if stage.is_first else handed, {}, has_backward=backward)
-    handed = None
-    for stage in reversed(stages) if backward else ():
-        handed = stage._prepare_backward_infra(2, loss_fn, target, received_grad_meta=handed)
-    for stage in stages:
-        stage._post_metadata_inference_cleanup()
-    return heard
 
 
 def test_a17_backward_has_three_kinds() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from stage_support import Threads, build, numbers, seeded, step
 from torch import nn
 from torch.distributed import pipelining
 from torch.nn import functional
@@ -29,7 +30,6 @@ from stepwell_stage.schedules import (
     zbv,
 )
 
-Threads = Callable[..., list[Any]]
 WIDTH, ROWS, MICROBATCHES = 4, 7, 5
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -120,28 +120,17 @@ def modules_for(kind: str, count: int) -> list[nn.Module]:
     """Enters, the odd one, what takes it, then linear ones."""
     middle, takes = MIDDLES[kind]
     made: list[nn.Module] = [Enters(), Lets(middle), Leaves(takes)]
-    made += [Leaves() for _ in range(count - 3)]
-    generator = torch.Generator().manual_seed(0)
-    for module in made:
-        for parameter in module.parameters():
-            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return made
+    return seeded(*made, *(Leaves() for _ in range(count - 3)))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    return numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2)
 
 
 def run(transport: Transport, modules: Sequence[nn.Module], schedule: Schedule, steps: int) -> None:
-    stages = [
-        PipelineStage(modules[index], index, len(modules), "cpu")
-        for index in schedule.placement.stages_of(transport.rank)
-    ]
-    executor = Executor(stages, schedule, functional.mse_loss, transport=transport)
-    x, y = batch()
+    executor = build(transport, modules, schedule)
     for _ in range(steps):
-        executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None)
+        step(executor, *batch())
 
 
 def plain(modules: Sequence[nn.Module], steps: int) -> list[torch.Tensor | None]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from stage_support import Threads, build, grads_of, numbers, seeded, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -21,33 +22,7 @@ from stepwell_stage import Executor, PipelineStage, Schedule
 from stepwell_stage.exceptions import StageExecutionError
 from stepwell_stage.schedules import BY_NAME, gpipe, interleaved_1f1b, one_f_one_b
 
-Threads = Callable[..., list[Any]]
 WIDTH = 4
-
-
-def seeded(*modules: nn.Module) -> list[nn.Module]:
-    """The same weights on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in nn.ModuleList(modules).parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return list(modules)
-
-
-def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def build(transport: Transport, modules: Sequence[nn.Module], schedule: Schedule, **options: Any) -> Executor:
-    """An executor over one module per stage."""
-    stages = [
-        PipelineStage(modules[index], index, len(modules), "cpu", **options)
-        for index in schedule.placement.stages_of(transport.rank)
-    ]
-    return Executor(stages, schedule, functional.mse_loss, transport=transport)
-
-
-def step(executor: Executor, x: torch.Tensor, y: torch.Tensor) -> None:
-    executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None)
 
 
 def assert_like_plain(
@@ -63,10 +38,10 @@ def assert_like_plain(
     """Two steps; every gradient is that of the one-process modules, and bitwise where microbatches are added in order."""
 
     def run(transport: Transport) -> dict[int, list[Any]]:
-        executor = build(transport, make(), schedule, **options)
+        executor = build(transport, make(), schedule, stage_options=options)
         for _ in range(2):
             step(executor, x, y)
-        return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
+        return grads_of(executor)
 
     modules = make()
     count = schedule.num_microbatches

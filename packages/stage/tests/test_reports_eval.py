@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from stage_support import Threads, grads_of, seeded
+from stage_support import build as support_build
 from torch import nn
 from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Transport
 from stepwell_p2p.exceptions import PeerFailure
-from stepwell_stage import Executor, PipelineStage, Schedule
+from stepwell_stage import Executor, Schedule
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.schedules import BY_NAME, gpipe, one_f_one_b
 
-Threads = Callable[..., list[Any]]
 WIDTH = 4
 
 
@@ -33,13 +34,8 @@ class Layer(nn.Module):
         return torch.tanh(self.norm(self.linear(x)))
 
 
-def seeded(count: int) -> list[nn.Module]:
-    """The same weights on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    modules = [Layer() for _ in range(count)]
-    for parameter in nn.ModuleList(modules).parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return list(modules)
+def layers(count: int) -> list[nn.Module]:
+    return seeded(*(Layer() for _ in range(count)))
 
 
 def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,13 +44,8 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(transport: Transport, schedule: Schedule, *, share_loss: bool = False, **options: Any) -> Executor:
-    count = schedule.placement.num_stages
-    modules = seeded(count)
-    stages = [
-        PipelineStage(modules[index], index, count, "cpu", **options)
-        for index in schedule.placement.stages_of(transport.rank)
-    ]
-    return Executor(stages, schedule, functional.mse_loss, transport=transport, share_loss=share_loss)
+    modules = layers(schedule.placement.num_stages)
+    return support_build(transport, modules, schedule, stage_options=options, share_loss=share_loss)
 
 
 def alternate(transport: Transport, schedule: Schedule, order: str, **options: Any) -> Any:
@@ -71,11 +62,11 @@ def alternate(transport: Transport, schedule: Schedule, order: str, **options: A
         losses: list[torch.Tensor] = []
         out = (executor.step if letter == "t" else executor.eval)(*inputs, target=target, losses=losses)
         results.append((out, executor.loss, len(losses)))
-    return results, {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
+    return results, grads_of(executor)
 
 
 def plain(count: int, order: str, microbatches: int) -> tuple[list[Any], list[Any]]:
-    model = nn.Sequential(*seeded(count))
+    model = nn.Sequential(*layers(count))
     results = []
     sizes = iter((9, 4, 1, 3, 12, 2))
     for letter in order:
@@ -140,7 +131,7 @@ def test_p131_evaluation_of_microbatches_that_the_caller_cut(threads: Threads) -
             stage.submodule.eval()
         return executor.eval(arg_mbs=parts if executor.is_first else None)
 
-    model = nn.Sequential(*seeded(2)).eval()
+    model = nn.Sequential(*layers(2)).eval()
     with torch.no_grad():
         assert torch.equal(threads(run, 2)[1], torch.cat([model(part) for (part,) in parts]))
 

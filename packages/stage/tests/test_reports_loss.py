@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from stage_support import Threads, assert_like, build, grads_of, seeded, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,20 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Transport, Wire
 from stepwell_p2p.exceptions import PeerFailure
-from stepwell_stage import Executor, Kind, PipelineStage, Schedule
+from stepwell_stage import Executor, Kind, PipelineStage
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.schedules import BY_NAME, gpipe, one_f_one_b, zb_h1
 
-Threads = Callable[..., list[Any]]
 WIDTH = 4
-
-
-def seeded(*modules: nn.Module) -> list[nn.Module]:
-    """The same weights on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in nn.ModuleList(modules).parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return list(modules)
 
 
 def linears(count: int) -> list[nn.Module]:
@@ -39,42 +30,6 @@ def linears(count: int) -> list[nn.Module]:
 def batch(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
-
-
-def build(
-    transport: Transport,
-    modules: Sequence[nn.Module],
-    schedule: Schedule,
-    loss_fn: Any = functional.mse_loss,
-    wires: Any = None,
-    **options: Any,
-) -> Executor:
-    """An executor over one module per stage."""
-    stages = [
-        PipelineStage(modules[index], index, len(modules), "cpu", wires=wires)
-        for index in schedule.placement.stages_of(transport.rank)
-    ]
-    return Executor(stages, schedule, loss_fn, transport=transport, **options)
-
-
-def step(executor: Executor, x: torch.Tensor, y: Any, **options: Any) -> Any:
-    return executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None, **options)
-
-
-def grads_of(executor: Executor) -> dict[int, list[Any]]:
-    return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
-
-
-def assert_like(results: Sequence[dict[int, list[Any]]], modules: Sequence[nn.Module], same: Any = None) -> None:
-    """Every stage's gradients are those of the one-process modules: to the last bit, or as ``same`` compares."""
-    found = {stage: grads for result in results for stage, grads in result.items()}
-    assert sorted(found) == list(range(len(modules)))
-    for stage, module in enumerate(modules):
-        for grad, parameter in zip(found[stage], module.parameters(), strict=True):
-            if same is None:
-                assert torch.equal(grad, parameter.grad), stage
-            else:
-                same(grad, parameter.grad)
 
 
 # What the loss is, and where.
@@ -207,7 +162,9 @@ def test_p110_a_loss_of_each_stage_counts_once_and_like_the_main_one(
         return {"main": functional.mse_loss(outputs[0], target), "routers": 0.1 * torch.stack(outputs[1:]).sum()}
 
     def run(transport: Transport) -> Any:
-        executor = build(transport, seeded(*(Router() for _ in range(count))), schedule, loss_fn, wires)
+        executor = build(
+            transport, seeded(*(Router() for _ in range(count))), schedule, loss_fn, stage_options={"wires": wires}
+        )
         step(executor, x, y, return_outputs=False)
         return grads_of(executor), {name: part.item() for name, part in executor.named_losses.items()}
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from stage_support import Threads, build, numbers, seeded
 from torch import nn
-from torch.nn import functional
 
 from stepwell_p2p import Handle, Op, Recv, Rules, Send, Transport
 from stepwell_p2p.testing import RecordingTransport
-from stepwell_stage import Executor, PipelineStage, Schedule, lower, prove
+from stepwell_stage import Executor, Schedule, lower, prove
 from stepwell_stage.schedules import BY_NAME, gpipe, one_f_one_b, zb_h1
 
-Threads = Callable[..., list[Any]]
 WIDTH = 4
 
 
@@ -43,25 +42,6 @@ class Layer(nn.Module):
 
 class Mark:
     """Lives as long as the graph that holds it."""
-
-
-def seeded(*modules: nn.Module) -> list[nn.Module]:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in nn.ModuleList(modules).parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return list(modules)
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
-def build(transport: Transport, modules: Sequence[nn.Module], schedule: Schedule, **options: Any) -> Executor:
-    stages = [
-        PipelineStage(modules[index], index, len(modules), "cpu", **options)
-        for index in schedule.placement.stages_of(transport.rank)
-    ]
-    return Executor(stages, schedule, functional.mse_loss, transport=transport)
 
 
 def step(executor: Executor, x: torch.Tensor) -> None:
@@ -275,7 +255,7 @@ def test_p140_p141_many_steps_leave_nothing_behind(
     together = threading.Barrier(2)
 
     def run(transport: Transport) -> Any:
-        executor = build(transport, seeded(*(Passes() for _ in range(count))), schedule, **options)
+        executor = build(transport, seeded(*(Passes() for _ in range(count))), schedule, stage_options=options)
         found = []
         for number in range(steps):
             step(executor, numbers(4 + number % 3, WIDTH))

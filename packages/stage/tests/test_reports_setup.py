@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from stage_support import Threads, build, numbers, seeded
+from stage_support import step as support_step
 from torch import nn
 from torch.nn import functional
 
@@ -21,34 +23,21 @@ from stepwell_stage import Executor, PipelineStage, Schedule
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
-Threads = Callable[..., list[Any]]
 WIDTH = 4
 
 
 def layers(*widths: int) -> list[nn.Module]:
     """Linear layers from each width to the next, with the same weights on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    made = [nn.Linear(before, after) for before, after in itertools.pairwise(widths)]
-    for parameter in nn.ModuleList(made).parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return list(made)
+    return seeded(*(nn.Linear(before, after) for before, after in itertools.pairwise(widths)))
 
 
 def batch(rows: int, width: int = WIDTH, seed: int = 1) -> torch.Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-
-
-def build(transport: Transport, modules: Sequence[nn.Module], schedule: Schedule, **options: Any) -> Executor:
-    """An executor over one module per stage."""
-    stages = [
-        PipelineStage(modules[index], index, len(modules), "cpu", **options)
-        for index in schedule.placement.stages_of(transport.rank)
-    ]
-    return Executor(stages, schedule, functional.mse_loss, transport=transport)
+    return numbers(rows, width, seed=seed)
 
 
 def step(executor: Executor, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
-    executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None)
+    """A step; the gradients after it."""
+    support_step(executor, x, y)
     return [parameter.grad for parameter in executor.parameters()]
 
 
@@ -73,7 +62,7 @@ def two_pipelines() -> list[Any]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     number, index = rank % 2, rank // 2
     transport = C10dTransport(groups[number])
-    executor = build(transport, layers(WIDTH, 7, WIDTH), one_f_one_b(2, 3), shapes="dynamic")
+    executor = build(transport, layers(WIDTH, 7, WIDTH), one_f_one_b(2, 3), stage_options={"shapes": "dynamic"})
     for rows in (5 + number, 8):  # each pipeline has shapes of its own
         grads = step(executor, batch(rows), batch(rows, seed=2))
     transport.close()
@@ -94,7 +83,7 @@ def test_p010_p011_two_ranks_that_are_each_others_next_and_previous(threads: Thr
     widths = (WIDTH, 5, 6, 7, WIDTH)
 
     def run(transport: Transport, options: dict[str, Any]) -> Any:
-        executor = build(transport, layers(*widths), interleaved_1f1b(2, 4), **options)
+        executor = build(transport, layers(*widths), interleaved_1f1b(2, 4), stage_options=options)
         step(executor, batch(8), batch(8, seed=2))
         return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
 
@@ -127,7 +116,7 @@ def test_p015_p016_channels_first_then_agreement_then_microbatches(threads: Thre
         modules[transport.rank].register_forward_pre_hook(lambda *_: posted.append(len(recorder.steps)))
         if declared and transport.rank == 1:
             options["input_args"] = value
-        executor = build(recorder, modules, one_f_one_b(2, 4), **options)
+        executor = build(recorder, modules, one_f_one_b(2, 4), stage_options=options)
         assert not recorder.steps  # making an executor sends nothing
         step(executor, batch(8), batch(8, seed=2))
         step(executor, batch(8), batch(8, seed=2))

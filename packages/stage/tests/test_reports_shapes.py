@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from stage_support import Threads, assert_like, build, grads_of, numbers, seeded
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
 from stepwell_p2p import Transport
-from stepwell_stage import Executor, PipelineStage, Schedule, TensorChunkSpec
+from stepwell_stage import Executor, PipelineStage, TensorChunkSpec
 from stepwell_stage.exceptions import StageExecutionError, StageUsageError
 from stepwell_stage.run._microbatch import split
 from stepwell_stage.schedules import BY_NAME, gpipe, one_f_one_b
 
-Threads = Callable[..., list[Any]]
 WIDTH = 4
-
-
-def seeded(*modules: nn.Module) -> list[nn.Module]:
-    """The same weights on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in nn.ModuleList(modules).parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return list(modules)
-
-
-def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def build(
-    transport: Transport,
-    modules: Sequence[nn.Module],
-    schedule: Schedule,
-    loss_fn: Any = functional.mse_loss,
-    **more: Any,
-) -> Executor:
-    """An executor over one module per stage."""
-    stages = [PipelineStage(modules[i], i, len(modules), "cpu") for i in schedule.placement.stages_of(transport.rank)]
-    return Executor(stages, schedule, loss_fn, transport=transport, **more)
-
-
-def grads_of(executor: Executor) -> dict[int, list[Any]]:
-    return {stage.stage_index: [p.grad for p in stage.submodule.parameters()] for stage in executor.stages}
-
-
-def assert_like(results: Sequence[dict[int, list[Any]]], modules: Sequence[nn.Module]) -> None:
-    """Every stage's gradients are to the last bit those of the one-process modules."""
-    found = {stage: grads for result in results for stage, grads in result.items()}
-    assert sorted(found) == list(range(len(modules)))
-    for stage, module in enumerate(modules):
-        for grad, parameter in zip(found[stage], module.parameters(), strict=True):
-            assert torch.equal(grad, parameter.grad), stage
 
 
 class Tokens(nn.Module):
