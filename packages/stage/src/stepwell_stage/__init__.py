@@ -26,6 +26,18 @@ from stepwell_stage.run._sequential import SequentialSplit, split_sequential
 from stepwell_stage.run._stage import PipelineStage
 from stepwell_stage.run._state import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
 from stepwell_stage.run._tie import Tie, TiedGroup, tie
+from stepwell_stage.run._torch_schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from stepwell_stage.split._split import ModelSplit, split
 
 __all__ = [
@@ -40,12 +52,21 @@ __all__ = [
     "Layer",
     "LossWeights",
     "ModelSplit",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
     "PipelineStage",
     "Plan",
     "PlanChoice",
     "PlanProof",
     "PlanSearch",
     "Schedule",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
     "SequentialSplit",
     "Simulation",
     "StageProgram",
@@ -56,6 +77,7 @@ __all__ = [
     "build_stage",
     "clip_grad_norm_",
     "from_perfetto",
+    "get_schedule_class",
     "load_optimizer_state_dict",
     "load_state_dict",
     "lower",

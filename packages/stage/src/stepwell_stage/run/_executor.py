@@ -106,16 +106,8 @@ class Executor:
         around_action: Sequence[Around] = (),
     ) -> None:
         self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
-        placement = schedule.placement
-        self.wiring = same_wiring([stage.wires for stage in self.stages], placement.num_stages)
-        # What data-parallel stages of other ranks do is of no concern here: it changes no message.
-        self._sharded = [stage.stage_index for stage in self.stages if is_sharded(stage.program)]
-        reduced = [stage.stage_index for stage in self.stages if is_reduced(stage.program)]
-        self.plan = (
-            schedule
-            if isinstance(schedule, Plan)
-            else lower(schedule, self.wiring.links, sharded=self._sharded, reduced=reduced)
-        )
+        self.wiring = same_wiring([stage.wires for stage in self.stages], schedule.placement.num_stages)
+        self.plan = schedule if isinstance(schedule, Plan) else lower_for(self.stages, schedule)
         if self.plan.links != self.wiring.links:
             raise StageUsageError(
                 f"{self.plan.schedule.name} was lowered for the links {self.plan.links}, but the stages' wires make the links"
@@ -229,7 +221,7 @@ class Executor:
             plan = self.plan
             if self._train.has_backward:
                 forwards = forward_only(plan.placement, plan.num_microbatches)
-                plan = lower(forwards, plan.links, sharded=self._sharded)
+                plan = lower_for(self.stages, forwards)
             self._eval = self._make_run(plan)
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         with torch.no_grad():
@@ -326,6 +318,20 @@ class Executor:
             if group not in samples:
                 samples[group] = batch_size(part, with_specs(*part, args_spec, self._kwargs_spec)[1])
         return Cut(tuple(samples[group] for group in groups), groups, tuple(numbers))
+
+
+def lower_for(stages: Sequence[PipelineStage], schedule: Schedule, *, prefetch: int = 1) -> Plan:
+    """The plan for these stages of one rank: their wires, and what those of them that are data parallel do.
+
+    What such stages of other ranks do is of no concern here: it changes no message.
+
+    Raises:
+        ScheduleError: the stages' wires do not fit the schedule, or one another.
+    """
+    wiring = same_wiring([stage.wires for stage in stages], schedule.placement.num_stages)
+    sharded = [stage.stage_index for stage in stages if is_sharded(stage.program)]
+    reduced = [stage.stage_index for stage in stages if is_reduced(stage.program)] if schedule.has_backward else []
+    return lower(schedule, wiring.links, prefetch=prefetch, sharded=sharded, reduced=reduced)
 
 
 def _find_transport(stages: Sequence[PipelineStage], plan: Plan, transport: Transport | None) -> Transport:
