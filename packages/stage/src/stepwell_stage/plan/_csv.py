@@ -30,7 +30,7 @@ def to_csv(item: Schedule | Plan, path: str | os.PathLike[str] | None = None, *,
         for_torch: leave out the WAITs, which torch's runtime does not have. Schedules need no such care.
 
     Raises:
-        ScheduleError: ``for_torch``, and the plan has links that torch cannot express.
+        ScheduleError: ``for_torch``, and the plan has links that torch cannot express, or custom actions.
     """
     text = io.StringIO()
     writer = csv.writer(text)
@@ -39,6 +39,9 @@ def to_csv(item: Schedule | Plan, path: str | os.PathLike[str] | None = None, *,
         beyond = next((action for action in actions if for_torch and action.peer is not None), None)
         if beyond is not None:
             raise ScheduleError(f"{beyond}: torch's plans know links from each stage to the next only")
+        own = next((action for action in actions if for_torch and action.name), None)
+        if own is not None:
+            raise ScheduleError(f"{own}: torch's schedules have no actions of the user's own")
         writer.writerow(map(str, actions))
     if path is not None:
         with Path(path).open("w", newline="") as file:
