@@ -137,9 +137,10 @@ def test_modes_of_modules() -> None:
     assert stepwell.launch(main, ranks=2) == [[False, True]] * 2
 
 
-def one_rank(**options: Any) -> stepwell.Pipeline:
+def one_rank(model: Any = None, **options: Any) -> stepwell.Pipeline:
+    layers = pieces() if model is None else model
     (pipe,) = stepwell.launch(
-        lambda world: stepwell.pipeline(pieces(), world, **({"loss_fn": functional.mse_loss} | options))
+        lambda world: stepwell.pipeline(layers, world, **({"loss_fn": functional.mse_loss} | options))
     )
     return pipe
 
@@ -150,11 +151,26 @@ def one_rank(**options: Any) -> stepwell.Pipeline:
         ({"schedule": "2f2b"}, "unknown schedule '2f2b'; known are gpipe, 1f1b"),
         ({"schedule": gpipe(1, 2), "microbatches": 3}, "made for 2 microbatches, but microbatches=3"),
         ({"schedule": gpipe(2, 2)}, "made for 2 ranks, but there are 1"),
+        ({"init_fn": initialise}, "init_fn is for a whole model; give pieces as functions"),  # nobody called it
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PipelineError, match=words):
         one_rank(**options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([nn.Tanh(), 3], "piece 1 must be a module, or a function that makes one, but it is 3"),
+        ([nn.Tanh(), lambda: None], "piece 1 must be a module, or a function that makes one, but it made None"),
+        ((nn.Tanh() for _ in range(2)), "must be a module or a list of modules, got generator: make a list of it"),
+    ],
+)
+def test_what_is_no_piece_is_refused(wrong: Any, words: str) -> None:
+    """A function that returned None, because it changes its layer in place, was a layer that did nothing."""
+    with pytest.raises(PipelineError, match=words):
+        one_rank(wrong)
 
 
 def test_fewer_pieces_than_stages_are_refused() -> None:

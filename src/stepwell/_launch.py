@@ -51,7 +51,8 @@ def launch(main: Callable[[World], Any], *, ranks: int | None = None, device: st
     Under torchrun this process is one of the ranks, and torch.distributed is initialised if it is not yet. Otherwise the ranks
     are threads of this process: nothing else is started, and one rank runs in the calling thread. Threads share the process's
     random number generator and its modules; build the model before ``launch``, and draw with a ``torch.Generator`` of your own.
-    They share its cores too: each computes with its share of the threads.
+    They share its cores too: each computes with its share of the threads. What torch keeps for each thread (``no_grad``,
+    ``autocast``, a default device) begins anew in theirs: set it in ``main``.
 
     Args:
         main: what a rank does.

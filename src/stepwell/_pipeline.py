@@ -64,7 +64,7 @@ def pipeline(
         schedule: a name (one of ``stepwell_stage.schedules.BY_NAME``), or a schedule for as many ranks as there are.
         microbatches: how many microbatches a batch is cut into; needed with a name, and by default as many as ranks.
         loss_weights: see :class:`stepwell_stage.Executor`.
-        init_fn: gives values to this rank's part of a model that is on the meta device; see
+        init_fn: gives values to this rank's part of a whole model that is on the meta device; see
             :meth:`stepwell_stage.SequentialSplit.module`.
         trace: whether to note what happens when, for :meth:`Pipeline.timeline`.
 
@@ -73,24 +73,14 @@ def pipeline(
         PipelineError: the pieces, the schedule and the number of ranks do not fit together.
     """
     plan = _schedule(schedule, world.size, microbatches)
-    num_stages = plan.placement.num_stages
     if isinstance(pieces, nn.Module):
-        cut = split_sequential(pieces, num_stages)
+        cut = split_sequential(pieces, plan.placement.num_stages)
         stages = cut.stages(plan.placement, world.rank, world.device, init_fn=init_fn)
         tied = cut.tied
-    elif len(pieces) < num_stages:
-        raise PipelineError(
-            f"{plan.name} on {world.size} ranks has {num_stages} stages, but the model has {len(pieces)} pieces;"
-            " use fewer ranks or cut the model into more pieces"
-        )
     else:
-        stages, tied = [], {}
-        bounds = [len(pieces) * bound // num_stages for bound in range(num_stages + 1)]
-        _refuse_shared_parameters(pieces, bounds)
-        for index in plan.placement.stages_of(world.rank):
-            start, end = bounds[index : index + 2]
-            own = [piece if isinstance(piece, nn.Module) else piece() for piece in pieces[start:end]]
-            stages.append(PipelineStage(_Chain(own, start), index, num_stages, world.device))
+        if init_fn is not None:
+            raise PipelineError("init_fn is for a whole model; give pieces as functions that make them, values and all")
+        stages, tied = _stages_of_pieces(pieces, plan, world), {}
     executor = Executor(
         stages, plan, loss_fn, transport=world.transport, loss_weights=loss_weights, share_loss=True, trace=trace
     )
@@ -189,6 +179,38 @@ class _Chain(nn.Module):
             result = piece(*(result if isinstance(result, tuple | list) else (result,)), **kwargs)
             kwargs = {}
         return result
+
+
+def _stages_of_pieces(
+    pieces: Sequence[nn.Module | Callable[[], nn.Module]], plan: Schedule, world: World
+) -> list[PipelineStage]:
+    """This rank's stages, of consecutive pieces, as evenly as their number allows."""
+    if not isinstance(pieces, Sequence):
+        raise PipelineError(
+            f"pieces must be a module or a list of modules, got {type(pieces).__name__}: make a list of it"
+        )
+    num_stages = plan.placement.num_stages
+    if len(pieces) < num_stages:
+        raise PipelineError(
+            f"{plan.name} on {world.size} ranks has {num_stages} stages, but the model has {len(pieces)} pieces;"
+            " use fewer ranks or cut the model into more pieces"
+        )
+    bounds = [len(pieces) * bound // num_stages for bound in range(num_stages + 1)]
+    _refuse_shared_parameters(pieces, bounds)
+    stages = []
+    for index in plan.placement.stages_of(world.rank):
+        start, end = bounds[index : index + 2]
+        own = [_made(pieces[number], number) for number in range(start, end)]
+        stages.append(PipelineStage(_Chain(own, start), index, num_stages, world.device))
+    return stages
+
+
+def _made(piece: object, number: int) -> nn.Module:
+    made = piece() if callable(piece) and not isinstance(piece, nn.Module) else piece
+    if not isinstance(made, nn.Module):
+        how = "is" if made is piece else "made"
+        raise PipelineError(f"piece {number} must be a module, or a function that makes one, but it {how} {made!r}")
+    return made
 
 
 def _refuse_shared_parameters(pieces: Sequence[nn.Module | Callable[[], nn.Module]], bounds: Sequence[int]) -> None:
