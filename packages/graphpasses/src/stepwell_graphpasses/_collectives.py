@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 
 from . import _compat as compat
-from ._graph import Phase, emit, phase_of, value_of
+from ._graph import Phase, emit, is_getitem, phase_of, value_of
 from .exceptions import ConfigError
 
 Kind = Literal[
@@ -58,9 +59,21 @@ def starts(graph: fx.Graph, *kinds: str) -> list[fx.Node]:
     return [node for node in graph.nodes if is_start(node, *kinds)]
 
 
+def results_of(node: fx.Node) -> list[fx.Node]:
+    """What a collective gives: itself, or each of its results where it gives several."""
+    several = isinstance(value_of(node), list | tuple)
+    return [user for user in node.users if is_getitem(user)] if several else [node]
+
+
+def waits_of(node: fx.Node) -> list[fx.Node]:
+    """The waits for a collective, one for each result."""
+    return [user for result in results_of(node) for user in result.users if user.target is compat.WAIT]
+
+
 def wait_of(node: fx.Node) -> fx.Node:
-    """The wait for a collective."""
-    return next(user for user in node.users if user.target is compat.WAIT)
+    """The wait for a collective with one result."""
+    (wait,) = waits_of(node)
+    return wait
 
 
 class Writer:
@@ -76,7 +89,7 @@ class Writer:
 
     def __init__(
         self,
-        joint_mode: compat.FakeTensorMode,
+        joint_mode: compat.ExampleMode,
         graph: fx.Graph,
         *,
         like: fx.Node,
@@ -121,6 +134,28 @@ class Writer:
         started = self.call("gather", compat.ALL_GATHER, node, size, group, group=group, size=size)
         return self.wait(started, "gather", group, size)
 
+    def gather_apart(self, nodes: Sequence[fx.Node], group: str, size: int) -> list[fx.Node]:
+        """The same for several shards with one collective, each in memory of its own."""
+        started = self.call("gather", compat.ALL_GATHER_APART, list(nodes), size, group, group=group, size=size)
+        return self._wait_apart(started, "gather", group, size)
+
+    def all_reduce_apart(self, nodes: Sequence[fx.Node], op: str, group: str, size: int) -> list[fx.Node]:
+        """The reductions of several values with one collective, each in the value's own memory, which nobody else may read."""
+        for node in nodes:
+            self._check_dtype(node, op)
+        started = self.call(
+            "all_reduce", compat.ALL_REDUCE_APART, list(nodes), op, group, group=group, size=size, op=op
+        )
+        return self._wait_apart(started, "all_reduce", group, size)
+
+    def _wait_apart(self, started: fx.Node, waits_for: str, group: str, size: int) -> list[fx.Node]:
+        results = []
+        for index, name in enumerate(self.params):
+            member = self.call("unpack", operator.getitem, started, index, params=(name,))
+            marks: dict[str, Any] = {"params": (name,), "group": group, "size": size, "waits_for": waits_for}
+            results.append(self.call("wait", compat.WAIT, member, **marks))
+        return results
+
     def reduce_scatter(self, node: fx.Node, op: str, group: str, size: int) -> fx.Node:
         """This rank's part of dim 0 of the reduction, and the wait for it."""
         self._check_dtype(node, op)
@@ -129,10 +164,11 @@ class Writer:
         )
         return self.wait(started, "reduce_scatter", group, size)
 
-    def all_reduce(self, node: fx.Node, op: str, group: str, size: int) -> fx.Node:
-        """The reduction, whole on every rank, and the wait for it."""
+    def all_reduce(self, node: fx.Node, op: str, group: str, size: int, *, in_place: bool = False) -> fx.Node:
+        """The reduction, whole on every rank, and the wait for it; in the memory of ``node`` where nobody else reads that."""
         self._check_dtype(node, op)
-        started = self.call("all_reduce", compat.ALL_REDUCE, node, op, group, group=group, size=size, op=op)
+        target = compat.ALL_REDUCE_IN_PLACE if in_place else compat.ALL_REDUCE
+        started = self.call("all_reduce", target, node, op, group, group=group, size=size, op=op)
         return self.wait(started, "all_reduce", group, size)
 
     def pad_rows(self, node: fx.Node, rows: int) -> fx.Node:
@@ -201,8 +237,13 @@ def scaling(reduce: str | float, dtype: torch.dtype, ranks: int) -> Scaling:
 
 def collective_bytes(node: fx.Node) -> int:
     """Bytes that one rank contributes to a collective."""
-    source = value_of(node.args[0])  # type: ignore[arg-type]
-    return int(source.numel()) * int(source.element_size())
+    return sum(int(value.numel()) * int(value.element_size()) for value in contributions(node))
+
+
+def contributions(node: fx.Node) -> list[torch.Tensor]:
+    """The example values of what one rank contributes to a collective."""
+    source = node.args[0]
+    return [value_of(item) for item in (source if isinstance(source, list | tuple) else [source])]  # type: ignore[arg-type]
 
 
 def describe(graph: fx.Graph) -> Iterator[str]:
@@ -210,7 +251,8 @@ def describe(graph: fx.Graph) -> Iterator[str]:
     for node in starts(graph):
         comm = comm_of(node)
         assert comm is not None
-        value = value_of(node.args[0])  # type: ignore[arg-type]
+        values = contributions(node)
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
         op = f" {comm.op}" if comm.op else ""
         names = ", ".join(comm.params)
-        yield f"{comm.kind}{op} {value.dtype} {tuple(value.shape)} over {comm.group} ({comm.size} ranks) for {names}"
+        yield f"{comm.kind}{op} {values[0].dtype} {shapes} over {comm.group} ({comm.size} ranks) for {names}"

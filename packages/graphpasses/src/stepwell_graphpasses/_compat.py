@@ -23,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public name; th
 
 # The operators that stand for collectives in a graph. Their schemas have not changed since torch 2.3; needed.
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+ALL_GATHER_APART = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-
+ALL_REDUCE_APART = torch.ops._c10d_functional.all_reduce_coalesced_.default
 
 # Operators with an underscore in their names that a capture is full of. Named like that since torch 1.x; needed.
 CAST = torch.ops.aten._to_copy.default
@@ -34,16 +36,22 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 __all__ = [
     "ALL_GATHER",
+    "ALL_GATHER_APART",
     "ALL_REDUCE",
+    "ALL_REDUCE_APART",
+    "ALL_REDUCE_IN_PLACE",
     "CAST",
     "REDUCE_SCATTER",
     "UNSAFE_VIEW",
     "WAIT",
-    "FakeTensorMode",
+    "ExampleMode",
     "ShapeEnv",
     "TorchDispatchMode",
     "alive",
+    "below_autograd",
     "current_graph",
+    "direct_call",
+    "dtensor_like",
     "enable_python_dispatcher",
     "fake_store",
     "flatten_named",
@@ -60,6 +68,18 @@ __all__ = [
     "tree_map_tensors",
     "unflatten",
 ]
+
+
+class ExampleMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode in which the example values of one capture live.
+
+    Attributes:
+        known: answers to questions that passes have asked already; see ``_graph.example``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.known: dict[Any, Any] = {}
 
 
 def flatten_named(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -116,7 +136,7 @@ def enable_python_dispatcher() -> AbstractContextManager[Any]:
     return enable()
 
 
-def symbolic_input(mode: FakeTensorMode, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+def symbolic_input(mode: ExampleMode, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
     """A fake of ``tensor`` whose sizes in ``dims`` are symbols."""
     dynamic = set(dims)
     sizes = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
@@ -147,6 +167,28 @@ def forget_meshes() -> None:
     except ImportError:
         return
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def direct_call(target: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator without the Python frame that torch.ops puts around it; the operator itself where torch has no such thing."""
+    inner = getattr(target, "_op", None)
+    return inner if callable(inner) else target
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """No operator asks autograd whether to record anything; without the name, each asks and is told no."""
+    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+    return nullcontext() if guard is None else guard()
+
+
+def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
+    """A DTensor laid out as another one, around another local tensor."""
+    spec = getattr(tensor, "_spec", None)
+    if spec is None:
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

@@ -338,7 +338,7 @@ class GraphCompiler:
         autocast = torch.is_autocast_enabled(device)
         return (
             backward,
-            tuple(module.training for module in self.model.modules()),
+            tuple(module.training for module in live.modules),
             tuple(live.trainable().values()),
             torch.get_autocast_dtype(device) if autocast else None,
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from . import _compat as compat
+from ._codegen import compile_graph
 from ._graph import JointGraph
 from ._variants import Variant
 from .exceptions import GradientError
@@ -34,6 +36,11 @@ class Executable:
 
     joint: JointGraph
     variant: Variant
+    _step: Callable[[list[Any]], Sequence[Any]] = attrs.field(init=False, repr=False)
+
+    @_step.default
+    def _compile(self) -> Callable[[list[Any]], Sequence[Any]]:
+        return compile_graph(self.joint.graph, self.joint.root)
 
     def __call__(
         self,
@@ -55,9 +62,10 @@ class Executable:
                 " train function and the same training mode for all of them, or unused='zeros'"
             )
         device = inputs[0].device.type if inputs else parameters[0].device.type
+        values = [*parameters, *buffers, *inputs, *(carried[name] for name in joint.extra_inputs)]
         # The casts of autocast are in the graph already, if it was captured under it.
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            flat = joint.module(*parameters, *buffers, *inputs, *(carried[name] for name in joint.extra_inputs))
+        with torch.no_grad(), torch.autocast(device, enabled=False), compat.below_autograd():
+            flat = self._step(values)
         return self._named(flat)
 
     def _named(self, flat: Sequence[Any]) -> StepOutput:

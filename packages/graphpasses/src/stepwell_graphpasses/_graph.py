@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 import torch
-from torch import fx
+from torch import fx, nn
 
 from . import _compat as compat
 from ._inputs import InputGuards
@@ -42,7 +42,8 @@ class JointGraph:
     Mutable, because passes rewrite it; each pipeline works on its own :meth:`copy`.
 
     Attributes:
-        module: the graph, callable with the placeholders' values.
+        graph: the FX graph.
+        root: holds the constants that the graph looks up.
         table: the parameters.
         buffers: the buffers.
         guards: what the graph assumes about the inputs.
@@ -57,13 +58,14 @@ class JointGraph:
         notes: what passes want explained: ``(subject, sentence)``.
     """
 
-    module: fx.GraphModule
+    graph: fx.Graph
+    root: nn.Module
     table: ParameterTable
     buffers: tuple[Buffer, ...]
     guards: InputGuards
     losses: tuple[tuple[str, Any], ...]
     gradients: tuple[str, ...]
-    mode: compat.FakeTensorMode
+    mode: compat.ExampleMode
     units: dict[str, str] = attrs.field(factory=dict)
     containers: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
@@ -72,9 +74,9 @@ class JointGraph:
     notes: list[tuple[str, str]] = attrs.field(factory=list)
 
     @property
-    def graph(self) -> fx.Graph:
-        """The FX graph."""
-        return self.module.graph
+    def module(self) -> fx.GraphModule:
+        """The graph as it is now, callable with the placeholders' values; its ``code`` is the graph's text. Made at each call."""
+        return fx.GraphModule(self.root, self.graph)
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -119,13 +121,7 @@ class JointGraph:
         output.meta = dict(self.output_node.meta)
         for node in val_map.values():
             node.meta = dict(node.meta)
-        module = fx.GraphModule(self.module, graph)
-        return attrs.evolve(self, module=module, units=dict(self.units), notes=list(self.notes))
-
-    def finish(self) -> None:
-        """Check the graph's form and write its code."""
-        self.graph.lint()
-        self.module.recompile()
+        return attrs.evolve(self, graph=graph, units=dict(self.units), notes=list(self.notes))
 
 
 def phase_of(node: fx.Node) -> Phase:
@@ -146,7 +142,7 @@ def emit(
     *,
     like: fx.Node,
     phase: Phase | None = None,
-    mode: compat.FakeTensorMode,
+    mode: compat.ExampleMode,
     **marks: Any,
 ) -> fx.Node:
     """Write a call at the graph's insert point, with its example value, and marks taken from ``like``.
@@ -163,15 +159,41 @@ def emit(
     """
     node = graph.call_function(target, args, kwargs)
     values, named = fx.node.map_arg((args, kwargs or {}), value_of)
-    with mode:
-        value = target(*values, **named)
     node.meta = {
-        "val": value,
+        "val": example(target, values, named, mode=mode),
         "fqn": like.meta.get("fqn", ""),
         "phase": phase or phase_of(like),
         **marks,
     }
     return node
+
+
+def example(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, mode: compat.ExampleMode) -> Any:
+    """What an operator gives for example values.
+
+    Layers are alike, so the same question comes again and again: its answer is kept, unless a size is a symbol.
+    """
+    key = _question((target, *args, *sorted(kwargs.items())))
+    if key is not None and key in mode.known:
+        return mode.known[key]
+    with mode:
+        value = target(*args, **kwargs)
+    if key is not None:
+        mode.known[key] = value
+    return value
+
+
+def _question(value: Any) -> Any:
+    """A key for arguments, equal for those that an operator cannot tell apart; None where there is none."""
+    if isinstance(value, torch.Tensor):
+        layout = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+        if not all(type(size) is int for size in layout):
+            return None
+        return (value.dim(), layout, value.dtype, value.device)
+    if isinstance(value, list | tuple):
+        parts = tuple(_question(item) for item in value)
+        return None if None in parts else (type(value), parts)
+    return None if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | slice) else (type(value), value)
 
 
 def is_mutation(node: fx.Node) -> bool:

@@ -196,7 +196,7 @@ class FakeInputs:
     symbols: dict[Any, tuple[str, int]]
 
 
-def fake_inputs(inputs: Mapping[str, Any], mode: compat.FakeTensorMode, dynamic: DynamicDims) -> FakeInputs:
+def fake_inputs(inputs: Mapping[str, Any], mode: compat.ExampleMode, dynamic: DynamicDims) -> FakeInputs:
     """Fakes of example inputs, with symbols for dynamic sizes.
 
     Raises:

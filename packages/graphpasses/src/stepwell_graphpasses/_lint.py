@@ -7,7 +7,7 @@ from collections import Counter
 from torch import fx
 
 from . import _compat as compat
-from ._collectives import comm_of, is_start
+from ._collectives import comm_of, is_start, results_of
 from ._graph import JointGraph, is_getitem, is_view, phase_of
 from .exceptions import LintError
 
@@ -68,10 +68,14 @@ def _waits(joint: JointGraph) -> list[str]:
     for node in joint.graph.nodes:
         if node.op != "call_function" or not compat.is_functional_collective(node.target):
             continue
-        waits = [user for user in node.users if user.target is compat.WAIT]
-        if len(waits) != 1:
-            problems.append(f"{node} ({node.target}) is waited for {len(waits)} times, must be once")
-        problems += [f"{user} reads {node} before the wait for it" for user in node.users if user not in waits]
+        results = results_of(node)
+        for result in results:
+            waits = [user for user in result.users if user.target is compat.WAIT]
+            if len(waits) != 1:
+                problems.append(f"{result} ({node.target}) is waited for {len(waits)} times, must be once")
+            problems += [f"{user} reads {result} before the wait for it" for user in result.users if user not in waits]
+        if results != [node]:
+            problems += [f"{user} reads {node} before the wait for it" for user in node.users if user not in results]
     return problems
 
 

@@ -44,6 +44,7 @@ class LiveModel:
         self.layouts = layouts
         self.topology = topology
         self.device = device
+        self.modules = tuple(model.modules())
         self._places = {parameter.name: [_place(model, name) for name in parameter.names] for parameter in table}
         self._shard_rank = 0
         if topology is not None and topology.shard_axis is not None:
@@ -160,7 +161,7 @@ class LiveModel:
         for name, gradient in gradients.items():
             parameter, tensor = self.table[name], self.parameter(name)
             layout = self.layouts[name]
-            if layout.sharded:
+            if layout.padded:
                 rows = self.rows(parameter)
                 gradient = gradient.narrow(0, 0, rows.stop - rows.start)
             local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor
@@ -173,7 +174,7 @@ class LiveModel:
         for name, gradient in _own_memory(ready).items():
             tensor = self.parameter(name)
             if isinstance(tensor, DTensor):
-                gradient = _like(gradient, tensor)
+                gradient = compat.dtensor_like(gradient, tensor)
             if tensor.grad is None:
                 tensor.grad = gradient
             else:
@@ -192,7 +193,7 @@ class LiveModel:
             local = local.to(self.device)
         if not self.distributed:
             if isinstance(old, DTensor):
-                local = _like(local, old)
+                local = compat.dtensor_like(local, old)
             elif local.data_ptr() == old.data_ptr() and not old.is_meta and isinstance(old, nn.Parameter):
                 return old
         else:
@@ -254,12 +255,6 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module), attribute
 
 
-def _like(local: torch.Tensor, tensor: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
     stride, step = [], 1
     for size in reversed(shape):
@@ -269,17 +264,16 @@ def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _own_memory(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same gradients, none of which shares memory with another or has overlapping elements."""
-    seen: set[int] = set()
-    own = {}
-    for name, gradient in gradients.items():
-        address = gradient.untyped_storage().data_ptr()
-        shared = address in seen and gradient.numel() > 0
-        if shared or not gradient.is_contiguous():
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-            address = gradient.untyped_storage().data_ptr()
-        seen.add(address)
-        own[name] = gradient
+    """The same gradients, none of which overlaps another; parts of one bucket lie beside each other and stay where they are."""
+    dense = {name: gradient.contiguous() for name, gradient in gradients.items()}
+    taken: dict[int, int] = {}  # by storage, up to which element it is taken by those before
+    own = dict(dense)
+    for name, gradient in sorted(dense.items(), key=lambda item: item[1].storage_offset()):
+        storage, start = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
+        if gradient.numel() and start < taken.get(storage, 0):
+            own[name] = gradient.clone()
+        elif gradient.numel():
+            taken[storage] = start + gradient.numel()
     return own
 
 

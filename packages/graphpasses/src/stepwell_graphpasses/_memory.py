@@ -26,13 +26,39 @@ def storage_bytes(value: object) -> int:
 
 
 def memory_roots(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """For each node the nodes whose memory its value lies in: itself, unless it is a view or was written in place."""
+    """For each node the nodes whose memory its value lies in: itself, unless it is a view or was written in place.
+
+    Several results of one operator lie apart, so each that is picked has its own.
+    """
     roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in graph.nodes:
-        shares = (is_view(node) or is_mutation(node) or is_getitem(node) or node.target is compat.WAIT) and node.args
+        shares = (is_view(node) or is_mutation(node) or _is_pick(node) or node.target is compat.WAIT) and node.args
         source = node.args[0] if shares else None
+        if is_getitem(node) and node.args[0].target is compat.ALL_REDUCE_APART:
+            source = node.args[0].args[0][node.args[1]]  # each result is that value, in its place
         roots[node] = roots[source] if isinstance(source, fx.Node) else (node,)
     return roots
+
+
+def _is_pick(node: fx.Node) -> bool:
+    """Whether a node picks one of several views."""
+    return is_getitem(node) and (is_view(node.args[0]) or is_mutation(node.args[0]))  # type: ignore[arg-type]
+
+
+def sole_readers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each value of whose memory, through views too, only one node makes use: that node. Inputs are never among them."""
+    roots = memory_roots(graph)
+    readers: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            if roots[node] != roots[source] or is_mutation(node):
+                for root in roots[source]:
+                    readers.setdefault(root, set()).add(node)
+    return {
+        node: next(iter(readers[root]))
+        for node, (root, *others) in roots.items()
+        if not others and root.op == "call_function" and len(readers.get(root, ())) == 1
+    }
 
 
 def writers_of_memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -63,11 +89,11 @@ def estimate_peak(joint: JointGraph) -> Peak:
     alive, best = 0, Peak(0, "")
     sizes: dict[fx.Node, int] = {}
     for index, node in enumerate(order):
-        if node.op == "call_function" and roots[node] == (node,):
-            value = value_of(node)
-            several = value if isinstance(value, list | tuple) else (value,)
-            sizes[node] = sum(map(storage_bytes, several))
-            alive += sizes[node]
+        if node.op == "call_function" and roots[node] == (node,) and not is_getitem(node):
+            picks = [user for user in node.users if is_getitem(user) and roots[user] == (user,)]
+            for root in picks or [node]:
+                sizes[root] = storage_bytes(value_of(root))
+                alive += sizes[root]
             if alive > best.bytes:
                 best = Peak(alive, node.name)
         for root in frees.get(index, ()):

@@ -112,7 +112,6 @@ class PassPipeline:
                 after = str(work.graph) if diffs else ""
                 reports.append(_report(item, work, time.perf_counter() - start, before, after))
                 before = after
-        work.finish()
         return work
 
 

@@ -21,8 +21,8 @@ from torch import fx
 from stepwell_mesh import DataParallelTopology
 
 from . import _compat as compat
-from ._collectives import comm_of
-from ._graph import JointGraph, value_of
+from ._collectives import comm_of, contributions
+from ._graph import JointGraph
 from .exceptions import PeerMismatchError
 
 
@@ -52,16 +52,16 @@ def signature(joint: JointGraph) -> tuple[Entry, ...]:
         prints[node] = _fingerprint(node, prints, exact=comm is not None)
         if node.op != "call_function" or not compat.is_functional_collective(node.target):
             continue
-        source = value_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None  # a list: coalesced
+        sources = contributions(node)
         group = group_of(node) or ""
         words = [arg for arg in node.args if isinstance(arg, str) and arg != group]
         own = comm is not None
-        shape = tuple(source.shape) if own and isinstance(source, torch.Tensor) else "?"
+        shapes = [str(tuple(source.shape)) if own else "?" for source in sources]
         entries.append(
             Entry(
                 op=" ".join([str(node.target), *words]),
-                dtype=str(source.dtype) if isinstance(source, torch.Tensor) else "?",
-                shape=str(shape),
+                dtype=str(sources[0].dtype),
+                shape=", ".join(shapes),
                 group=group,
                 members=group_members(group),
                 params=comm.params if comm is not None else (),

@@ -64,7 +64,7 @@ def trace(
     env = compat.ShapeEnv(
         duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, specialize_zero_one=True
     )
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    mode = compat.ExampleMode(allow_non_fake_inputs=True, shape_env=env)
     table = table or parameter_table(model, param_dtype=param_dtype)
     target = torch.device(device) if device is not None else _device_of(model)
     faked = fake_inputs(inputs, mode, dims)
@@ -94,8 +94,10 @@ def trace(
         import attrs
 
         guards = attrs.evolve(guards, relations=size_relations(env, faked.symbols, dims))
-    joint = JointGraph(
-        module=module,
+    module.graph.lint()
+    return JointGraph(
+        graph=module.graph,
+        root=module,
         table=table,
         buffers=tuple(Buffer(names[0], names[1:]) for _, names in buffers),
         guards=guards,
@@ -106,8 +108,6 @@ def trace(
             name for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         ),
     )
-    joint.finish()
-    return joint
 
 
 class _Step(nn.Module):

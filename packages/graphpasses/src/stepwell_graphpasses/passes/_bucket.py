@@ -5,13 +5,17 @@ A bucket of gathers packs the shards of its parameters into one row; every rank'
     shards  a b c  → pack →  [a b c]  → gather →  rank 0 [a b c]   → columns of a, of b, of c
                                                   rank 1 [a b c]
 
+Over gloo, which copies what it gathers in and out of a buffer of its own, members travel in one message without being packed
+first: one collective that gives each parameter in memory of its own, or sums each gradient where it lies.
+
 A bucket of reduce-scatters packs gradients the same way, and each rank gets its row of the sum. The bits of each member are those
 that it would have alone: nothing is cast, so members have one dtype, and they are of one kind, phase and group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -19,7 +23,8 @@ from torch import fx
 
 from .._collectives import Comm, Kind, Writer, collective_bytes, comm_of, starts, wait_of
 from .._config import PassConfig
-from .._graph import JointGraph, Phase, phase_of, positions, value_of
+from .._graph import JointGraph, Phase, phase_of, positions, tensor_bytes, value_of
+from .._memory import sole_readers
 from .._order import rearrange
 from .._pass import PassContext, PassContract
 
@@ -46,7 +51,12 @@ class Bucket:
 
 
 class BucketPass:
-    """Merges gathers, reduce-scatters and all-reduces; the graph is sorted once, after the last bucket."""
+    """Merges gathers, reduce-scatters and all-reduces; the graph is sorted once, after the last bucket.
+
+    Args:
+        pack: whether members of gathers and all-reduces are packed into one row; None: unless the backend copies them anyway (on
+            CPU).
+    """
 
     name = "bucket"
     contract = PassContract(
@@ -55,12 +65,18 @@ class BucketPass:
         conflicts=frozenset({"bucketed", "split"}),
     )
 
+    def __init__(self, *, pack: bool | None = None) -> None:
+        self.pack = pack
+
     def run(self, joint: JointGraph, context: PassContext) -> None:
         """Rewrite the graph."""
+        on_cpu = context.topology is not None and context.topology.mesh.device_type == "cpu"
+        pack = not on_cpu if self.pack is None else self.pack
         nodes = starts(joint.graph)
         members = [_member(joint, index, node) for index, node in enumerate(nodes)]
         buckets = plan_buckets(members, context.config)
         position = positions(joint.graph)
+        owned = {} if pack else sole_readers(joint.graph)
         for number, bucket in enumerate(buckets):
             kind, phase = bucket.members[0].key[:2]
             names = ", ".join(name for member in bucket.members for name in member.params)
@@ -68,7 +84,7 @@ class BucketPass:
                 (f"bucket {number}", f"{kind} in {phase} of {names}; it ends there because {bucket.reason}")
             )
             if len(bucket.members) > 1:
-                _merge(joint, [nodes[member.index] for member in bucket.members], position)
+                _merge(joint, [nodes[member.index] for member in bucket.members], position, None if pack else owned)
         rearrange(joint.graph)
 
 
@@ -130,8 +146,16 @@ def bucket_unit(joint: JointGraph, parameter: str) -> str:
     return unit
 
 
-def _merge(joint: JointGraph, nodes: Sequence[fx.Node], position: dict[fx.Node, int]) -> None:
-    """Replace collectives of one kind by one: gathers at the first of them, reductions at the last."""
+def _merge(
+    joint: JointGraph,
+    nodes: Sequence[fx.Node],
+    position: dict[fx.Node, int],
+    owned: Mapping[fx.Node, fx.Node] | None,
+) -> None:
+    """Replace collectives of one kind by one: gathers at the first of them, reductions at the last.
+
+    With ``owned``, the only readers of values that have one, members stay apart.
+    """
     graph = joint.graph
     comms = [_mark(node) for node in nodes]
     comm = comms[0]
@@ -146,7 +170,13 @@ def _merge(joint: JointGraph, nodes: Sequence[fx.Node], position: dict[fx.Node, 
     phase: Phase = phase_of(place)
     writer = Writer(joint.mode, graph, like=place, params=params, phase=phase, fqn=bucket_unit(joint, params[0]))
     with graph.inserting_before(place):
-        if comm.kind == "gather":
+        if comm.kind == "gather" and owned is not None:
+            results = writer.gather_apart(sources, comm.group, comm.size)
+        elif comm.kind == "all_reduce" and owned is not None:
+            values = [_owned(writer, *pair, owned) for pair in zip(sources, nodes, strict=True)]
+            assert comm.op is not None
+            results = writer.all_reduce_apart(values, comm.op, comm.group, comm.size)
+        elif comm.kind == "gather":
             results = _gather(writer, sources, comms)
         elif comm.kind == "reduce_scatter":
             results = _reduce_scatter(writer, sources, comms)
@@ -165,21 +195,16 @@ def _gather(writer: Writer, sources: Sequence[fx.Node], comms: Sequence[Comm]) -
     flat = [_flat(writer, source, "pack") for source in sources]
     packed = writer.call("pack", aten.cat.default, flat, 0)
     rows = writer.call("unpack", aten.view.default, writer.gather(packed, group, size), [size, sum(lengths)])
-    results, start = [], 0
-    for source, comm, length in zip(sources, comms, lengths, strict=True):
-        columns = writer.call("unpack", aten.slice.Tensor, rows, 1, start, start + length, params=comm.params)
+    results = []
+    columns = _split(writer, rows, lengths, 1)
+    for source, comm, part in zip(sources, comms, columns, strict=True):
         dense = writer.call(
-            "unpack",
-            aten.clone.default,
-            columns,
-            kwargs={"memory_format": torch.contiguous_format},
-            params=comm.params,
+            "unpack", aten.clone.default, part, kwargs={"memory_format": torch.contiguous_format}, params=comm.params
         )
         shape = list(value_of(source).shape)
         results.append(
             writer.call("unpack", aten.view.default, dense, [size * shape[0], *shape[1:]], params=comm.params)
         )
-        start += length
     return results
 
 
@@ -200,24 +225,43 @@ def _all_reduce(writer: Writer, sources: Sequence[fx.Node], comms: Sequence[Comm
     comm = comms[0]
     packed = writer.call("pack", aten.cat.default, [_flat(writer, _dense(writer, s), "pack") for s in sources], 0)
     assert comm.op is not None
-    whole = writer.all_reduce(packed, comm.op, comm.group, comm.size)
+    whole = writer.all_reduce(packed, comm.op, comm.group, comm.size, in_place=True)
     return _parts(writer, whole, [list(value_of(source).shape) for source in sources], comms)
 
 
 def _parts(writer: Writer, whole: fx.Node, shapes: Sequence[list[int]], comms: Sequence[Comm]) -> list[fx.Node]:
-    results, start = [], 0
-    for shape, comm in zip(shapes, comms, strict=True):
-        length = torch.Size(shape).numel()
-        part = writer.call("unpack", aten.slice.Tensor, whole, 0, start, start + length, params=comm.params)
-        results.append(writer.call("unpack", aten.view.default, part, shape, params=comm.params))
-        start += length
-    return results
+    parts = _split(writer, whole, [torch.Size(shape).numel() for shape in shapes], 0)
+    return [
+        writer.call("unpack", aten.view.default, part, shape, params=comm.params)
+        for part, shape, comm in zip(parts, shapes, comms, strict=True)
+    ]
+
+
+def _split(writer: Writer, node: fx.Node, lengths: Sequence[int], dim: int) -> list[fx.Node]:
+    """Consecutive parts of a value, one for each parameter of the writer."""
+    parts = writer.call("unpack", aten.split_with_sizes.default, node, list(lengths), dim)
+    return [
+        writer.call("unpack", operator.getitem, parts, index, params=(name,))
+        for index, name in enumerate(writer.params)
+    ]
 
 
 def _dense(writer: Writer, node: fx.Node) -> fx.Node:
     if value_of(node).is_contiguous():
         return node
     return writer.call("pack", aten.clone.default, node, kwargs={"memory_format": torch.contiguous_format})
+
+
+def _owned(writer: Writer, source: fx.Node, reader: fx.Node, owned: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A value that a reduction may write to: the gradient itself, where nothing else looks at its memory."""
+    value = value_of(source)
+    if (
+        owned.get(source) is reader
+        and value.is_contiguous()
+        and value.untyped_storage().nbytes() == tensor_bytes(value)
+    ):
+        return source
+    return writer.call("pack", aten.clone.default, source, kwargs={"memory_format": torch.contiguous_format})
 
 
 def _flat(writer: Writer, node: fx.Node, kind: Kind) -> fx.Node:

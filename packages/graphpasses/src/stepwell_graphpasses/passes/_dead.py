@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import fx
-
 from .. import _compat as compat
-from .._graph import JointGraph, is_view, remove_dead
+from .._graph import JointGraph, is_mutation, is_removable
 from .._pass import PassContext, PassContract
 
 
@@ -18,15 +16,11 @@ class DeadCollectivePass:
     def run(self, joint: JointGraph, context: PassContext) -> None:
         """Rewrite the graph."""
         graph = joint.graph
-        removed = True
-        while removed:
-            remove_dead(graph)
-            removed = False
-            for wait in [n for n in reversed(list(graph.nodes)) if n.target is compat.WAIT]:
-                if not wait.users:
-                    source = wait.args[0]
-                    graph.erase_node(wait)
-                    removed = True
-                    if isinstance(source, fx.Node) and not source.users and not is_view(source):
-                        joint.notes.append((source.name, "collective removed: nobody reads its result"))
-                        graph.erase_node(source)
+        for node in reversed(list(graph.nodes)):
+            if node.users or node.op != "call_function" or is_mutation(node):
+                continue
+            if compat.is_functional_collective(node.target):
+                joint.notes.append((node.name, "collective removed: nobody reads its result"))
+            elif node.target is not compat.WAIT and not is_removable(node):
+                continue
+            graph.erase_node(node)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from .._collectives import collective_bytes, comm_of, starts, wait_of
-from .._graph import JointGraph, phase_of, positions, value_of
+from .._collectives import collective_bytes, comm_of, starts, waits_of
+from .._graph import JointGraph, phase_of, positions, tensor_bytes, value_of
 from .._order import is_free, rearrange
 from .._pass import PassContext, PassContract
 
@@ -72,12 +72,12 @@ class OverlapPass:
         """Waits and what unpacks them go to the first reader; those of reductions behind the start of a later one."""
         reductions = starts(joint.graph, "reduce_scatter", "all_reduce")
         end = float(position[joint.output_node])
+        begins = [min(position[part] for part in (*_pack_of(node), node)) for node in reductions]
         for index, node in enumerate(reductions):
             later = index + self.reductions
-            wait = wait_of(node)
-            wishes[wait] = position[reductions[later]] - 0.5 if later < len(reductions) else end
+            wishes |= dict.fromkeys(waits_of(node), begins[later] - 0.5 if later < len(begins) else end)
         for node in starts(joint.graph, "gather"):
-            wishes[wait_of(node)] = _first_reader(wait_of(node), position) - 0.5
+            wishes |= {wait: _first_reader(wait, position) - 0.5 for wait in waits_of(node)}
         for node in reversed(list(joint.graph.nodes)):
             comm = comm_of(node)
             if comm is None or node in wishes or comm.kind not in ("unpack", "unpad", "scale", "cast", "carry", "view"):
@@ -96,7 +96,7 @@ class OverlapPass:
     ) -> None:
         if not gathers or depth == 0:
             return
-        uses = [_first_reader(wait_of(node), position) for node in gathers]
+        uses = [_first_reader(node, position) for node in gathers]
         begin = min(position[gathers[0]], uses[0]) - 0.5
         waiting: list[int] = []
         for index, node in enumerate(gathers):
@@ -129,7 +129,7 @@ class OverlapPass:
         agreed = agree_on_costs(costs, context)
         places = {}
         for node, needed in zip(gathers, agreed[len(nodes) :], strict=True):
-            place = int(_first_reader(wait_of(node), position))
+            place = int(_first_reader(node, position))
             left = needed
             while place > 0 and left > 0:
                 place -= 1
@@ -181,5 +181,4 @@ def _pack_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _gathered_bytes(node: fx.Node) -> int:
-    value = value_of(node)
-    return int(value.numel()) * int(value.element_size())
+    return tensor_bytes(value_of(node))

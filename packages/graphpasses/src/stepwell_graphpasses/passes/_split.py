@@ -182,7 +182,7 @@ def _extract(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(copies[node] for node in outputs))
-    module = fx.GraphModule(joint.module, graph)
+    module = fx.GraphModule(joint.root, graph)
     return Piece(key[0], key[1], tuple(n.name for n in inputs), tuple(n.name for n in outputs), module)
 
 
