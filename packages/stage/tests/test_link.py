@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from stepwell_meta.exceptions import MetadataError, PipeliningMetadataError
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Placement, Rules, Transport, Wire
+from stepwell_p2p import C10dTransport, Placement, Post, Rules, Transport, Wire
 from stepwell_p2p.exceptions import PeerFailure
+from stepwell_p2p.testing import RecordingTransport
 from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule
 from stepwell_stage.exceptions import ScheduleError, StageUsageError
 from stepwell_stage.schedules import gpipe, one_f_one_b
@@ -164,6 +165,65 @@ def test_skip_connections_on_gloo(workers: WorkerPool) -> None:
         return step(C10dTransport(), build_unet, one_f_one_b(4, 5), wires=UNET)
 
     assert_like_plain(workers.run(run, 4), build_unet, run_unet, 5)
+
+
+class InPlace(nn.Module):
+    """Gives two small values and a large one, and writes to all that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.large = nn.Parameter(torch.ones(1 << 14))
+
+    def forward(
+        self, x: torch.Tensor, count: torch.Tensor | None = None, large: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        if count is None or large is None:
+            return self.linear(x), torch.ones(3, dtype=torch.int64), x.sum() * self.large.expand(2, -1)
+        h = self.linear(x.mul_(0.5).add_(1))
+        return h, count.add_(1), large.add_(h.sum()) * self.large
+
+
+class Ends(InPlace):
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        h, count, large = super().forward(x, *others)
+        return h + large.mean() * count.sum()
+
+
+def build_in_place() -> list[nn.Module]:
+    return seeded(InPlace(), InPlace(), Ends())
+
+
+def sent_messages(transport: Transport, *args: Any, **options: Any) -> tuple[Any, dict[tuple[str, int, int], float]]:
+    """Two steps, and how many messages this rank sent in each for one microbatch: by kind, stage, and rank that gets them."""
+    recorder = RecordingTransport(transport)
+    result = step(recorder, *args, **options)
+    ops = [op for post in recorder.steps if isinstance(post, Post) for op in post.ops]
+    sent = Counter(
+        (op.kind.value, op.stage, op.edge.destination) for op in ops if op.kind.is_send and op.microbatch == 2
+    )
+    return result, {key: count / 2 for key, count in sent.items()}
+
+
+@pytest.mark.parametrize("rules", [Rules(tagged=True, rendezvous=False), Rules(tagged=False, rendezvous=True)])
+def test_small_values_of_a_microbatch_travel_as_one_message(threads: Threads, rules: Rules) -> None:
+    """Of several outputs the small ones together and each large one alone; of several wires to one stage likewise."""
+    found = threads(sent_messages, 3, build_in_place, one_f_one_b(3, 4), rules=rules)
+    assert_like_plain([result for result, _ in found], build_in_place, lambda m, x: m[2](*m[1](*m[0](x))), 4)
+    # Gradients: one small, one large.
+    assert [counts for _, counts in found] == [
+        {("SEND_F", 0, 1): 2},
+        {("SEND_F", 1, 2): 2, ("SEND_B", 1, 0): 2},
+        {("SEND_B", 2, 1): 2},
+    ]
+    found = threads(sent_messages, 4, build_unet, one_f_one_b(4, 4), wires=UNET, rules=rules)
+    assert_like_plain([result for result, _ in found], build_unet, run_unet, 4)
+    assert [counts for _, counts in found] == [
+        {("SEND_F", 0, 1): 1, ("SEND_F", 0, 2): 1, ("SEND_F", 0, 3): 1},
+        {("SEND_F", 1, 2): 1, ("SEND_F", 1, 3): 1, ("SEND_B", 1, 0): 1},
+        {("SEND_F", 2, 3): 1, ("SEND_B", 2, 0): 1, ("SEND_B", 2, 1): 1},
+        {("SEND_B", 3, 0): 1, ("SEND_B", 3, 1): 1, ("SEND_B", 3, 2): 1},
+    ]
 
 
 @pytest.mark.parametrize(

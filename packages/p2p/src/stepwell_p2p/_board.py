@@ -205,4 +205,5 @@ class FailureBoard:
         self._told = {note.message for note in stalled}
         if fresh:
             words = "; ".join(note.words for note in fresh[:8])
-            _log.warning("rank %d has waited %.0f s for %s", self._rank, fresh[0].seconds, words)
+            _, root = self.root_of(fresh[0].peer)
+            _log.warning("rank %d has waited %.0f s for %s (%s)", self._rank, fresh[0].seconds, words, root)

@@ -148,17 +148,18 @@ class Link:
         self.failure = self.board.report(failure)
 
     def wake(self, failure: Failure) -> None:
-        """Make pending waits raise, from the board's thread."""
+        """Make pending waits raise, from the board's thread, and let go of what was under way: nothing comes any more."""
         self.failure = failure
         if not self.gloo:
             for group in [self.group, *(made.group for made in self.groups.values())]:
                 group.abort()
-            return
-        for handle in list(self.pending):
-            for flight in handle.flights:
-                if not flight.done:
-                    with contextlib.suppress(RuntimeError):
-                        flight.work.wait(_WAKE)  # runs out, which breaks the pair, which ends the other, long wait
+        else:
+            for handle in list(self.pending):
+                for flight in handle.flights:
+                    if not flight.done:
+                        with contextlib.suppress(RuntimeError):
+                            flight.work.wait(_WAKE)  # runs out, which breaks the pair, which ends the other, long wait
+        self.pending.clear()
 
     def notes(self, older_than: float) -> Sequence[Note]:
         """For the board: what this rank has not finished."""

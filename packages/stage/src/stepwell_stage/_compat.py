@@ -2,7 +2,7 @@
 
 * ``torch.ops.aten._unsafe_view`` (seen in 2.13): a reshape that autograd does not track as a view. Without it,
   :func:`non_leaf` falls back to a copy, which is right but costs one.
-* ``Variable._execution_engine`` (seen in 2.13): autograd's engine. Without it :func:`run_backward` calls
+* ``torch.autograd.graph._engine_run_backward`` (seen in 2.13): autograd's engine. Without it :func:`run_backward` calls
   ``torch.autograd.backward``, whose checks in Python take as long as a small graph's backward.
 * ``_raw_saved_*`` of autograd's nodes and ``unpack_hook`` of what they give (seen in 2.13): whether hooks stand between a
   node and what it saved. Without it, :func:`has_saved_tensor_hooks` says yes, so that no node's backward is split.
@@ -111,15 +111,15 @@ def non_leaf(leaf: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+_run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def run_backward(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     """``torch.autograd.backward`` of roots that require grad; the engine itself compares the gradients with the roots."""
-    if _engine is None or any(grad is None for grad in grads):
+    if _run_engine is None or any(grad is None for grad in grads):
         torch.autograd.backward(roots, grads)
         return
-    _engine.run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _run_engine(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def has_saved_tensor_hooks(node: Node) -> bool:

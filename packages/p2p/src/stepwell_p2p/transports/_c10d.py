@@ -373,6 +373,8 @@ class _Batch:
     def _block(self) -> None:
         link = self.transport._link
         assert link is not None
+        if link.failure is not None:
+            raise link.failure.error()
         if self not in link.pending:
             raise P2PUsageError(f"rank {self.transport.rank} waits on a transport that it has closed")
         self.waiting_since = start = time.monotonic()
