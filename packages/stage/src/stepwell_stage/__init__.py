@@ -21,6 +21,7 @@ from stepwell_stage.run._graph_stage import build_stage
 from stepwell_stage.run._loss import LossWeights
 from stepwell_stage.run._measure import measure_costs
 from stepwell_stage.run._norm import clip_grad_norm_
+from stepwell_stage.run._profile import profile_stages
 from stepwell_stage.run._program import EagerProgram, StageProgram
 from stepwell_stage.run._sequential import SequentialSplit, split_sequential
 from stepwell_stage.run._stage import PipelineStage
@@ -85,6 +86,7 @@ __all__ = [
     "merge_chunks",
     "optimizer_state_dict",
     "plan_search",
+    "profile_stages",
     "prove",
     "simulate",
     "split",

@@ -227,6 +227,27 @@ class Executor:
         with torch.no_grad():
             return self._run(self._eval, batch, losses, return_outputs=return_outputs, fewer=True)
 
+    def twin(self, around_action: Sequence[Around]) -> Executor:
+        """Another for the same steps of the same stages, traced, within contexts of its own and with none around its steps."""
+        return Executor(
+            self.stages,
+            self.plan,
+            self._loss_fn,
+            transport=self.transport,
+            loss_weights=self._loss_weights,
+            args_chunk_spec=self._args_spec,
+            kwargs_chunk_spec=self._kwargs_spec,
+            output_merge_spec=self._output_spec,
+            share_loss=self.share_loss,
+            trace=True,
+            handlers=self._handlers,
+            around_action=around_action,
+        )
+
+    def output_bytes(self) -> dict[int, int]:
+        """Of each of this rank's stages the bytes of one microbatch's outputs, the most that crossed so far."""
+        return {k: v for run in (self._eval, self._train) if run is not None for k, v in run.output_bytes().items()}
+
     def _make_run(self, plan: Plan) -> Run:
         return Run(
             self.stages,

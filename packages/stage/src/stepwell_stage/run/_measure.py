@@ -80,14 +80,14 @@ def _time(
     """The outputs of one unit, apart from its graph, and how long its forward and backward took."""
     for parameter in model.parameters():
         parameter.grad = None
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     outputs = run(model, *values, **named)
     leaves, _ = tree_flatten(outputs)
     roots = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    _synchronize(device)
+    synchronize(device)
     seconds = time.perf_counter() - start
     return tuple(_leaf(value) for value in outputs) if isinstance(outputs, tuple) else outputs, seconds
 
@@ -98,6 +98,7 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -163,6 +164,15 @@ class Run:
             Event(rank, action, start, end)
             for action, start, end in zip(self._now.actions, times[:-1], times[1:], strict=True)
         )
+
+    def output_bytes(self) -> dict[int, int]:
+        """Of each stage whose outputs go on, the bytes of one microbatch's, as far as they are known: the most of any."""
+        found: dict[int, int] = {}
+        for learned in self._learned.values():
+            for stage, looks in learned.known.outputs.items():
+                sizes = [sum(math.prod(m.shape) * m.dtype.itemsize for m in look.outputs) for look in looks.values()]
+                found[stage] = max([found.get(stage, 0), *sizes])
+        return found
 
     def share(self, word: bytes | None) -> bytes:
         """After a step: every rank gets the word of the last stage's rank."""
