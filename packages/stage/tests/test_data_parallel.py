@@ -240,9 +240,7 @@ def torchs_steps(wrap: Wrap) -> dict[str, list[dict[str, Any]]]:
     rank = mesh.get_local_rank("pp")
     found: dict[str, list[dict[str, Any]]] = {}
     for kind, placement in (
-        (pipelining.ScheduleGPipe, Placement.loop(2, 2)),
         (pipelining.Schedule1F1B, Placement.loop(2, 2)),
-        (pipelining.ScheduleLoopedBFS, Placement.loop(4, 2)),
         (pipelining.ScheduleInterleaved1F1B, Placement.loop(4, 2)),
         (pipelining.ScheduleInterleavedZeroBubble, Placement.loop(4, 2)),
         (pipelining.ScheduleZBVZeroBubble, Placement.v(4, 2)),

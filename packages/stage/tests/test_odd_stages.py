@@ -221,3 +221,47 @@ def test_p150_a_rank_that_ends_between_steps(workers: WorkerPool, *, torchs: boo
         words, seconds = outcome.value
         assert seconds < 10, words
         assert words.startswith("PeerFailure: rank 1")
+
+
+class Prompted(nn.Module):
+    """Adds a prompt of its caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, prompt: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * scale) + prompt
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, zb_h1, gpipe])
+def test_a19_inputs_and_keyword_inputs_of_any_stage_may_require_grad(
+    threads: Threads, make: Callable[[int, int], Schedule]
+) -> None:
+    """The batch, a prompt that is cut, and a scale for all microbatches: each gets the gradient that one process gives it."""
+    x, y = batch()
+    x.requires_grad_()
+
+    def prompts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [
+            (numbers(ROWS, WIDTH, seed=3 + n).requires_grad_(), numbers(1, WIDTH, seed=9 + n).requires_grad_())
+            for n in range(3)
+        ]
+
+    def whole(transport: Transport, given: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        executor = build(transport, modules, make(3, 3))
+        prompt, scale = given[transport.rank]
+        step(executor, x, y, prompt=prompt, scale=scale)
+
+    modules, given = seeded(*(Prompted() for _ in range(3))), prompts()
+    threads(whole, 3, given)
+    found = [x.grad, *(tensor.grad for pair in given for tensor in pair)]
+    model, again = seeded(*(Prompted() for _ in range(3))), prompts()
+    x.grad = None
+    cuts = [prompt.tensor_split(3) for prompt, _ in again]
+    for m, (part, target) in enumerate(zip(x.tensor_split(3), y.tensor_split(3), strict=True)):
+        for module, pieces, (_, scale) in zip(model, cuts, again, strict=True):
+            part = module(part, prompt=pieces[m], scale=scale)
+        (functional.mse_loss(part, target) * (len(target) / ROWS)).backward(retain_graph=True)
+    check(found, [x.grad, *(tensor.grad for pair in again for tensor in pair)], make.__name__)
+    check(*([p.grad for module in row for p in module.parameters()] for row in (modules, model)), make.__name__)

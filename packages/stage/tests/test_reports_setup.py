@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Placement, Transport, Wire
+from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Transport, Wire
 from stepwell_p2p.exceptions import PeerFailure, TransportError
 from stepwell_p2p.testing import RecordingTransport
 from stepwell_stage import Executor, PipelineStage, Schedule
 from stepwell_stage.exceptions import StageUsageError
-from stepwell_stage.schedules import gpipe, interleaved_1f1b, one_f_one_b
+from stepwell_stage.schedules import gpipe, interleaved_1f1b, one_f_one_b, zbv
 
 WIDTH = 4
 
@@ -145,6 +145,21 @@ def test_p148_set_up_leaves_random_numbers_alone() -> None:
     assert torch.equal(output, torch.cat([dropping(part) for part in batch(4).tensor_split(2)]))
 
 
+def build_one(stages: Any, schedule: Schedule) -> Executor:
+    return Executor(stages, schedule, functional.mse_loss, transport=LoopbackFabric(2).transport(0))
+
+
+def test_p100_stages_that_are_not_where_a_v_needs_them_are_refused_with_the_placement() -> None:
+    """And the schedule says by itself which stages a rank holds."""
+    stages = [PipelineStage(nn.Linear(1, 1), index, 4, "cpu") for index in (0, 2)]
+    with pytest.raises(
+        StageUsageError, match=r"places stages \[0, 3\] on rank 0, but it was given \[0, 2\]"
+    ) as failure:
+        build_one(stages, zbv(2, 4))
+    assert "the placement is [0, 1, 1, 0] (the rank of each stage)" in str(failure.value)
+    assert zbv(2, 4).placement.stages_of(0) == (0, 3)
+
+
 def test_p024_a_schedule_of_one_stage_per_rank_over_stages_that_loop_is_refused() -> None:
     stage = PipelineStage(nn.Linear(1, 1), 0, 4, "cpu")
     with pytest.raises(StageUsageError, match="stage 0 says that there are 4 stages, the schedule has 2"):
@@ -152,12 +167,6 @@ def test_p024_a_schedule_of_one_stage_per_rank_over_stages_that_loop_is_refused(
     stages = [PipelineStage(nn.Linear(1, 1), index, 4, "cpu") for index in (0, 2)]
     with pytest.raises(StageUsageError, match=r"places stages \[0\] on rank 0, but it was given \[0, 2\]"):
         build_one(stages, one_f_one_b(2, 4))
-
-
-def build_one(stages: Any, schedule: Schedule) -> Executor:
-    from stepwell_p2p import LoopbackFabric
-
-    return Executor(stages, schedule, functional.mse_loss, transport=LoopbackFabric(2).transport(0))
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, interleaved_1f1b])

@@ -66,7 +66,7 @@ def split_args_kwargs_into_chunks(
     """Cut the arguments of a call, as torch's function of this name does.
 
     Every tensor without a spec is cut along dim 0, and every other value is shared. There are at most ``chunks`` chunks, and no
-    more than the smallest tensor has rows to give. (:meth:`Executor.step` is stricter: see :meth:`Executor.step`.)
+    more than the smallest tensor has rows to give. (:meth:`Executor.step` is stricter.)
 
     Args:
         args: positional arguments, nested as you like.
