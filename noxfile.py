@@ -312,6 +312,13 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
+def models(session: nox.Session) -> None:
+    """Cut models of transformers into stages and compare; `-- --torch` also asks torch's own pipeline() anew."""
+    _install(session, [*EVERYTHING.values()], "transformers>=5.24,<6", extras=ALL_EXTRAS)
+    session.run("pytest", "models", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run every benchmark with the arguments behind `--` (`--quick` for a short one)."""
     scripts = sorted(path for path in ROOT.glob("benchmarks/*.py") if not path.name.startswith("_"))

@@ -63,7 +63,9 @@ def loss_of_scores(output: Any, target: Tensor) -> Tensor:
 
 def labels_outside(batch: Batch) -> Batch:
     """The same samples with what was given as labels as the target."""
-    return Batch(batch.args, {name: one for name, one in batch.kwargs.items() if name != "labels"}, batch.kwargs["labels"])
+    return Batch(
+        batch.args, {name: one for name, one in batch.kwargs.items() if name != "labels"}, batch.kwargs["labels"]
+    )
 
 
 @attrs.frozen(eq=False)

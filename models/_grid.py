@@ -51,7 +51,7 @@ def on_threads(entry: Entry, stages: int, schedule: str) -> list[Result]:
         parts = stepwell.launch(
             lambda world: step(entry, whole, batch, plan, world.transport), ranks=plan.placement.num_ranks, device="cpu"
         )
-    return sum(parts, [])
+    return [result for part in parts for result in part]
 
 
 def on_processes(entry: Entry, schedule: str) -> list[Result]:

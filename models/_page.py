@@ -43,7 +43,8 @@ class Table:
     def lines(self) -> list[str]:
         """The table and its notes."""
         body = [
-            f"| {name} | {' | '.join(self._cell(row[column]) for column in COLUMNS[1:])} |" for name, row in self.rows.items()
+            f"| {name} | {' | '.join(self._cell(row[column]) for column in COLUMNS[1:])} |"
+            for name, row in self.rows.items()
         ]
         notes = [f"{number}. {note}" for number, note in enumerate(self.notes, 1)]
         head = [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(' --- ' for _ in COLUMNS)}|"]

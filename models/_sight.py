@@ -40,7 +40,13 @@ def resnet() -> nn.Module:
 
 
 def clip() -> nn.Module:
-    text = {**ENCODER, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 2}
+    text = {
+        **ENCODER,
+        "num_hidden_layers": 4,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 16,
+        "eos_token_id": 2,
+    }
     vision = {**ENCODER, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
     config._attn_implementation = "eager"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 import transformers
 from torch import nn
@@ -85,9 +86,7 @@ def to_text(size: int) -> Batch:
     ids, labels = tokens(size), tokens(size, LENGTH - 4)
     before = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1]], dim=1)
     mask = torch.ones_like(ids)
-    return Batch(
-        kwargs={"input_ids": ids, "attention_mask": mask, "decoder_input_ids": before, "labels": labels}
-    )
+    return Batch(kwargs={"input_ids": ids, "attention_mask": mask, "decoder_input_ids": before, "labels": labels})
 
 
 def albert() -> nn.Module:
@@ -113,12 +112,26 @@ TEXT = (
     causal("Qwen3", "Qwen3ForCausalLM", **GROUPED, head_dim=8),
     causal("Mistral", "MistralForCausalLM", **GROUPED, sliding_window=5),
     # Its experts' grouped product has no float64.
-    causal("Mixtral", "MixtralForCausalLM", double=False, **GROUPED, num_local_experts=4, output_router_logits=True),
+    causal("Mixtral", "MixtralForCausalLM", double=False, **GROUPED, num_local_experts=4),
+    # transformers takes the router's scores out of the blocks by hooks, which blocks of other stages do not call.
+    attrs.evolve(
+        causal(
+            "Mixtral with a loss of its router",
+            "MixtralForCausalLM",
+            double=False,
+            **GROUPED,
+            num_local_experts=4,
+            output_router_logits=True,
+        ),
+        refused=dict.fromkeys((2, 4, 8), "another way than with the example"),
+    ),
     causal("Gemma", "GemmaForCausalLM", **GROUPED, head_dim=8),
     causal("Gemma 2", "Gemma2ForCausalLM", **GROUPED, head_dim=8, sliding_window=5),
     causal("Phi", "PhiForCausalLM", **FEED_FORWARD, resid_pdrop=0.0, embd_pdrop=0.0),
     causal("GPT-2", "GPT2LMHeadModel", n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    causal("OPT", "OPTForCausalLM", ffn_dim=2 * WIDTH, max_position_embeddings=64, dropout=0.0, word_embed_proj_dim=WIDTH),
+    causal(
+        "OPT", "OPTForCausalLM", ffn_dim=2 * WIDTH, max_position_embeddings=64, dropout=0.0, word_embed_proj_dim=WIDTH
+    ),
     causal("Bloom", "BloomForCausalLM"),
     causal("Falcon", "FalconForCausalLM"),
     causal("GPT-NeoX", "GPTNeoXForCausalLM", **FEED_FORWARD),

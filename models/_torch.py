@@ -70,9 +70,13 @@ def step(entry: Entry, pipe: Pipe, rank: int, ranks: int, store: str) -> Result:
     last = {"target": target, "losses": losses} if rank == ranks - 1 else {}
     named = dict(inspect.signature(entry.model().forward).bind(*batch.args, **batch.kwargs).arguments)
     named |= named.pop("kwargs", {})
-    wanted = [node.target for node in stage.submod.graph.find_nodes(op="placeholder")]  # each stage takes its own by name
+    wanted = [
+        node.target for node in stage.submod.graph.find_nodes(op="placeholder")
+    ]  # each stage takes its own by name
     args = batch.args if rank == 0 else ()
-    by_name = {name: one for name, one in named.items() if name in wanted and name in [*batch.kwargs, *wanted[len(args) :]]}
+    by_name = {
+        name: one for name, one in named.items() if name in wanted and name in [*batch.kwargs, *wanted[len(args) :]]
+    }
     schedule.step(*args, **by_name, **last)
     return result_of(stage.submod, sum(loss.item() for loss in losses) / MICROBATCHES if losses else None)
 

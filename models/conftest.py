@@ -65,5 +65,7 @@ def torch_outcomes(request: pytest.FixtureRequest) -> Iterator[Callable[[], dict
 @pytest.fixture(scope="session", autouse=True)
 def _torch_runs_beside(request: pytest.FixtureRequest) -> None:
     """Begin with it, where it is asked for at all."""
-    if any("torch_outcomes" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
+    if any(
+        "torch_outcomes" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)
+    ):
         request.getfixturevalue("torch_outcomes")

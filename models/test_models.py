@@ -54,7 +54,7 @@ def test_a_model_trains_as_in_one_process(entry: Entry, stages: int, schedule: s
 def test_a_model_trains_over_processes(name: str, schedule: str, table: Table, workers: WorkerPool) -> None:
     expected = reference(name)
     parts = workers.run(on_processes, 4, BY_NAME[name], schedule, deadline=100)
-    difference = expected.difference(sum(parts, []))
+    difference = expected.difference([result for part in parts for result in part])
     table.add(name, "processes", words_of(difference, expected.allowed))
     assert difference <= expected.allowed
 
