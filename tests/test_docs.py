@@ -1,6 +1,7 @@
 """The code in README.md, packages/*/README.md, the other pages at the root and docs/*.md runs, and their links lead somewhere.
 
-One page is one script: its ```python blocks run in order, in one namespace and one fresh interpreter, warnings as errors.
+One page is one script: its ```python blocks run in order, in one fresh namespace and one process, warnings as errors. The
+processes are forked from one that has torch loaded: that takes most of an interpreter's start, and is the same for every page.
 Blocks in other languages (```console, ```text, …) are not run. The `>>>` examples of docstrings run too.
 """
 
@@ -8,10 +9,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import multiprocessing
 import pkgutil
 import re
-import subprocess
-import sys
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+RUNNER = Path(__file__).with_name("page_runner.py")
 PACKAGES = ["stepwell_meta", "stepwell_mesh", "stepwell_p2p", "stepwell_stage", "stepwell_graphpasses", "stepwell"]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[^`]*)$")
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
@@ -56,16 +58,44 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def run(page: str, code: str, folder: Path) -> tuple[int | None, str]:
+    """Exit code (None: still running after the deadline) and output of a script in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", *PACKAGES])
+    file, output = folder / page, folder / "output.txt"
+    file.write_text(code)
+    names = {"PAGE_AND_OUTPUT": (str(file), str(output))}
+    process = context.Process(target=runpy.run_path, args=(str(RUNNER), names), kwargs={"run_name": "__main__"})
+    process.start()
+    process.join(100)
+    exit_code = process.exitcode
+    process.kill()
+    process.join()
+    return exit_code, output.read_text() if output.exists() else ""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     code = script(page.read_text())
     if not code.strip():
         return  # a page of prose
-    file = tmp_path / f"{page.stem}.py"
-    file.write_text(code)
-    command = [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning", str(file)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, f"{name_of(page)} (lines as in the page)\n{done.stdout}\n{done.stderr}"
+    exit_code, output = run(f"{page.stem}.py", code, tmp_path)
+    assert exit_code == 0, f"{name_of(page)} (lines as in the page)\n{output}"
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("x = 1\n\nraise KeyError(x)", 'page.py", line 3'),
+        ("import warnings\nwarnings.warn('old', DeprecationWarning)", "DeprecationWarning: old"),
+        ("print(torch)", "NameError"),
+        ("import sys\nsys.exit('no device')", "no device"),
+    ],
+)
+def test_a_page_that_fails_is_found(code: str, complaint: str, tmp_path: Path) -> None:
+    exit_code, output = run("page.py", code, tmp_path)
+    assert exit_code == 1
+    assert complaint in output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
