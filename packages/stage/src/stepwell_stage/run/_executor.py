@@ -25,7 +25,7 @@ from ._chunks import with_specs
 from ._loss import LossWeights, check_weights, pack_losses, unpack_losses, weights_of
 from ._microbatch import Batch, batch_size, merge, signature
 from ._program import is_reduced, is_sharded
-from ._run import Run
+from ._run import Run, Trace
 from ._stage import PipelineStage
 from ._stage_run import StepData
 
@@ -81,7 +81,6 @@ class Executor:
         loss: on the last stage's rank, and with ``share_loss`` on every rank, the loss of the last step's or eval's batch: the
             weighted sum of its microbatches' losses, a float64 scalar; else None.
         named_losses: likewise of the named parts that ``loss_fn`` returned.
-        events: with ``trace``, what this rank did in the last step or eval, and when (seconds of ``time.perf_counter``).
         around_step: entered around every :meth:`step`, in order; see :func:`tie`.
 
     Raises:
@@ -116,7 +115,7 @@ class Executor:
         self.transport = _find_transport(self.stages, self.plan, transport)
         self.share_loss = share_loss
         self.trace = trace
-        self.events: tuple[Event, ...] = ()
+        self._trace = Trace()
         self.loss: torch.Tensor | None = None
         self.named_losses: dict[str, torch.Tensor] = {}
         self.around_step: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
@@ -143,6 +142,11 @@ class Executor:
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, and so takes the targets and gives outputs and losses."""
         return any(stage.is_last for stage in self.stages)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """With ``trace``, what this rank did in the last step or eval, and when, in seconds of ``time.perf_counter``."""
+        return self._trace.events()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, for an optimizer; one that several stages share once."""
@@ -212,7 +216,7 @@ class Executor:
         target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run one batch forward without gradients. Arguments, result and errors as in :meth:`step`.
+        """Run one batch forward without gradients. Arguments, result and errors are those of :meth:`step`.
 
         A batch of fewer samples than microbatches runs in as many microbatches as it has samples. The loss is computed where
         there is a target. Modules stay in the mode they are in: call ``module.eval()`` yourself. Gradients are not touched.
@@ -294,7 +298,7 @@ class Executor:
             run.fail(f"{type(error).__name__}: {error}")
             raise
         self.loss, self.named_losses = None, {}
-        self.events = run.go(data, trace=self.trace)
+        self._trace = run.go(data, trace=self.trace)
         if data.losses:
             self.loss = _weighted(data.losses, data.weights)
             names = {name: None for parts in data.named.values() for name in parts}

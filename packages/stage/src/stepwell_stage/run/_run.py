@@ -39,6 +39,20 @@ class _Learned:
     known: Known
 
 
+@attrs.frozen
+class Trace:
+    """When each action of a step ended, and before them when the step began; events are made of it where they are asked for."""
+
+    rank: int = 0
+    actions: Sequence[Action] = ()
+    times: Sequence[float] = ()
+
+    def events(self) -> tuple[Event, ...]:
+        """What was done when; nothing where no times were noted."""
+        done = zip(self.actions, self.times, self.times[1:], strict=False)
+        return tuple(Event(self.rank, action, start, end) for action, start, end in done)
+
+
 class Run:
     """Runs one plan; mutable: it learns what crosses, for each way in which batches are cut.
 
@@ -129,7 +143,7 @@ class Run:
                 link.know(groups, looks, self._firsts(source, groups), self._firsts(destination, groups, backward=True))
         return learned.cut
 
-    def go(self, data: StepData, *, trace: bool) -> tuple[Event, ...]:
+    def go(self, data: StepData, *, trace: bool) -> Trace:
         """Run every action in order; with ``trace``, say when each ran."""
         for stage_run in self._runs.values():
             stage_run.data = data
@@ -157,13 +171,7 @@ class Run:
                 stage_run.clear()
             for inbox in self._inboxes.values():
                 inbox.clear()
-        if not trace:
-            return ()
-        rank = self._transport.rank
-        return tuple(
-            Event(rank, action, start, end)
-            for action, start, end in zip(self._now.actions, times[:-1], times[1:], strict=True)
-        )
+        return Trace(self._transport.rank, self._now.actions, times)
 
     def output_bytes(self) -> dict[int, int]:
         """Of each stage whose outputs go on, the bytes of one microbatch's, as far as they are known: the most of any."""
