@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import attrs
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stepwell_meta import AnyMeta, ForwardMeta, StageMeta, TensorMeta, extract_metas, normalize_outputs, validate
 from stepwell_meta.exceptions import PipeliningMetadataError, StepwellError
@@ -185,9 +186,16 @@ class TorchPrepare:
         self._torch.verdict = verdict
         return verdict
 
+    def _tied_parameters(self) -> set[str]:
+        """Names of what is tied and gets gradients; buffers get none."""
+        module = self.submodule
+        buffers = {name for name, _ in module.named_buffers()} if isinstance(module, nn.Module) else set()
+        tied = {group.name for name, group in self.tied.items() if name not in buffers}
+        return tied.union(self.to_tie) - buffers
+
     def _untied(self) -> str | None:
         """Why tied parameters would not stay equal, if there are any."""
-        shared = sorted({*self.to_tie, *(group.name for group in self.tied.values())})
+        shared = sorted(self._tied_parameters())
         if not shared:
             return None
         return (

@@ -12,8 +12,16 @@ from ..exceptions import StageUsageError
 from ._leaves import tensors_in, with_tensors
 
 
+# What ``Executor.step`` and ``eval`` call their own arguments.
+TAKEN = frozenset(("target", "losses", "return_outputs", "arg_mbs", "kwarg_mbs", "target_mbs"))
+
+
 class Inputs:
-    """Names of a model's inputs. One of ``*args`` is called by the parameter's name and its place, as in ``args.0``."""
+    """Names of a model's inputs.
+
+    One of ``*args`` is called by the parameter's name and its place, as in ``args.0``; one that is called as an argument of the
+    executor's own has a ``_`` behind its name.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._signature = inspect.signature(model.forward)
@@ -40,12 +48,23 @@ class Inputs:
                 found |= value
             else:
                 found[name] = value
-        return found
+        return {f"{name}_" if name in TAKEN else name: value for name, value in found.items()}
+
+    def joined(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs by name, of which some may be positional.
+
+        Raises:
+            StageUsageError: as :meth:`named`.
+        """
+        if not args:
+            return dict(named)
+        others, kwargs = self.call(named)
+        return self.named((*args, *others), kwargs)
 
     def call(self, named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments from the inputs by name."""
         args: list[Any] = []
-        kwargs = dict(named)
+        kwargs = {name[:-1] if name[:-1] in TAKEN else name: value for name, value in named.items()}
         rows = {
             name: [kwargs.pop(one) for one in list(kwargs) if one.startswith(f"{name}.")]
             for name, parameter in self._signature.parameters.items()

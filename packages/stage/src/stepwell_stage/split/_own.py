@@ -1,7 +1,8 @@
 """A model's structure with some of its parameters: what one stage holds.
 
 The structure is a copy, all of it; parameters and buffers are the model's own where the stage holds them. The others are absent, and
-only there while the forward runs: outside of it they are None, so that optimizers, state dicts and ``to`` never meet them.
+only there while the forward runs, as the units of other stages are: outside of it they are None, so that optimizers, state dicts,
+wrappers and ``to`` never meet them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,41 +27,65 @@ class Control:
     """What the units of one copy have in common. Mutable: the forward under way.
 
     Args:
+        root: the copy.
         named: every parameter and buffer of the copy, absent or not, by name.
-        absent: the absent parameters and buffers of each module.
+        hidden: what is there only while the forward runs: places (parameters, buffers or children of a module) and what goes there.
+        foreign: units of other stages.
     """
 
     def __init__(
-        self, named: dict[str, torch.Tensor], absent: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]
+        self,
+        root: nn.Module,
+        named: dict[str, torch.Tensor],
+        hidden: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+        foreign: Sequence[nn.Module],
     ) -> None:
         self.glue: Glue | None = None
         self.named = named
-        self._absent = absent
-        self._none = [(place, dict.fromkeys(tensors)) for place, tensors in absent]
+        self._root = root
+        self._foreign = foreign
+        self._hidden = hidden
+        self._nothing = [(place, dict.fromkeys(what)) for place, what in hidden]
+        self._training = root.training
+        self.hide()
+
+    def hide(self) -> None:
+        """Take away what belongs to others."""
+        for place, nothing in self._nothing:
+            place.update(nothing)
 
     @contextlib.contextmanager
     def running(self, glue: Glue) -> Iterator[None]:
-        """Meanwhile units ask ``glue``, and absent parameters are there."""
-        for place, tensors in self._absent:
-            place.update(tensors)
+        """Meanwhile units ask ``glue``, and what is absent is there."""
+        if self._training != self._root.training:
+            self._training = self._root.training
+            for unit in self._foreign:
+                unit.train(self._training)
+        for place, what in self._hidden:
+            place.update(what)
         self.glue = glue
         try:
             with glue:
                 yield
         finally:
             self.glue = None
-            for place, nothing in self._none:
-                place.update(nothing)
+            self.hide()
 
 
 def copy_structure(
-    model: nn.Module, units: Mapping[str, nn.Module], held: Collection[str], copied: Collection[str], absence: Absence
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    own: Collection[str],
+    held: Collection[str],
+    copied: Collection[str],
+    absence: Absence,
 ) -> tuple[nn.Module, Control]:
     """The model's structure with these parameters and buffers.
 
     Args:
         model: the model. It is left as it is.
         units: its units by name.
+        own: names of those that the copy computes.
         held: names of parameters and buffers that the copy holds.
         copied: of these, those of which it gets a copy of its own.
         absence: makes the others.
@@ -68,20 +93,17 @@ def copy_structure(
     Raises:
         StageUsageError: something in the model cannot be copied.
     """
+    every = list(named_tensors(model))
+    kept = {id(tensor) for name, tensor in every if name in held}
+    doubled = {id(tensor) for name, tensor in every if name in copied}
     memo: dict[int, Any] = {}
-    kept: set[int] = set()
-    for name, tensor in named_tensors(model):
-        if name in held:
-            kept.add(id(tensor))
-    for name, tensor in named_tensors(model):
+    for _, tensor in every:
         if id(tensor) in memo:
             continue
         if id(tensor) not in kept:
             memo[id(tensor)] = absence.parameter(tensor)
-        elif name in copied:
-            memo[id(tensor)] = _copied(tensor)
         else:
-            memo[id(tensor)] = tensor
+            memo[id(tensor)] = _copied(tensor) if id(tensor) in doubled else tensor
     memo_before = dict(memo)
     try:
         new = copy.deepcopy(model, memo)
@@ -92,18 +114,19 @@ def copy_structure(
         ) from error
     absent = {id(tensor) for key, tensor in memo_before.items() if key not in kept}
     named = dict(named_tensors(new))
+    foreign = [memo[id(unit)] for name, unit in units.items() if name not in own]
+    away = absent.union(map(id, foreign))
     hidden = []
     for module in new.modules():
-        for place in (module._parameters, module._buffers):
-            mine = {name: tensor for name, tensor in place.items() if tensor is not None and id(tensor) in absent}
+        for place in (module._parameters, module._buffers, module._modules):
+            mine = {name: value for name, value in place.items() if id(value) in away}
             if mine:
                 hidden.append((place, mine))
-                place.update(dict.fromkeys(mine))
-    control = Control(named, hidden)
+    control = Control(new, named, hidden, foreign)
     for name, unit in units.items():
-        own = memo[id(unit)]
-        vars(own)[_OWN] = (control, name)
-        own.__class__ = _unit_class(own.__class__)
+        mine = memo[id(unit)]
+        vars(mine)[_OWN] = (control, name)
+        mine.__class__ = _unit_class(mine.__class__)
     return new, control
 
 

@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import nn
 
-from .._compat import DATA_ERRORS
 from ._absent import Absence, NeedsDataError, reads, source_line, writes
 from ._glue import Glue
 from ._leaves import tensors_in
@@ -126,8 +125,8 @@ class Recorder(Glue):
         else:
             try:
                 out = self._templates.result(number, name, module, call, args, kwargs)
-            except DATA_ERRORS as error:
-                raise NeedsDataError(f"unit {name!r} ({type(module).__name__})") from error
+            except Exception as error:  # whatever torch or the module says when there is no data
+                raise NeedsDataError(f"unit {name!r} ({type(module).__name__}): {error}") from error
         for index, leaf in enumerate(tensors_in(out)):
             if not any(leaf is one for one in given):
                 self._add(leaf, (number, index), Origin.CALL, name, inputs)

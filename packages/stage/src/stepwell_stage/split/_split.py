@@ -119,7 +119,9 @@ class ModelSplit:
         first = {name: holders[0][0] for holders in self.tied.values() for _, name in holders}
         copied = {name for name in self._held[stage] if first.get(name, stage) != stage}
         absence = Absence(torch.device(device) if device is not None and look.device.type == "meta" else look.device)
-        module, control = copy_structure(self.model, look.units, self._held[stage], copied, absence)
+        module, control = copy_structure(
+            self.model, look.units, self.parts[stage], self._held[stage], copied, absence
+        )
         materialise(module, device, init_fn, f"stage {stage}")
         run = _StageForward(stage, self, found, control, absence)
         own_forward = vars(module).pop("forward", None)
@@ -240,18 +242,8 @@ class _StageForward:
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
         start = time.perf_counter()
-        values: dict[Key, torch.Tensor] = {}
-        if self._stage == 0:
-            named = self._look.inputs.named(received, inputs)
-        else:
-            values = dict(zip(self._plan.receives, received, strict=True))
-            named = self._named(inputs, values)
-        missing = self._look.example.keys() - named.keys()
-        if missing:
-            raise StageUsageError(
-                f"stage {self._stage} was given no {', '.join(sorted(missing))}: every rank passes the model's inputs by name,"
-                ' step(**split.keywords(…)); or split with inputs="first"'
-            )
+        values = {} if self._stage == 0 else dict(zip(self._plan.receives, received, strict=True))
+        named = self._named(received, inputs, values)
         passed = self._passed(named, values)
         args, kwargs = self._look.inputs.call(named)
         glue = StageGlue(self._plan, self._look.recording.names, values, self._absence, self._templates)
@@ -275,12 +267,30 @@ class _StageForward:
         self.glue_seconds += seconds - glue.unit_seconds
         return result
 
-    def _named(self, inputs: Mapping[str, Any], values: Mapping[Key, torch.Tensor]) -> dict[str, Any]:
-        if self._everywhere:
-            return self._look.inputs.named((), inputs) if not _has_rows(inputs) else dict(inputs)
-        return replaced(
-            self._look.example, {index: tensor for (number, index), tensor in values.items() if number == INPUTS}
-        )
+    def _named(
+        self, received: Sequence[Any], inputs: Mapping[str, Any], values: Mapping[Key, torch.Tensor]
+    ) -> dict[str, Any]:
+        """All of the model's inputs, by name."""
+        example = self._look.example
+        if self._stage == 0:
+            named = self._look.inputs.joined(received, inputs)
+        elif self._everywhere:
+            named = dict(inputs)
+        else:
+            return replaced(example, {index: one for (number, index), one in values.items() if number == INPUTS})
+        odd = named.keys() - example.keys()
+        if odd:
+            raise StageUsageError(
+                f"stage {self._stage} was given {', '.join(sorted(odd))}, which the example did not have: split with an example that"
+                " has every input"
+            )
+        lacking = [name for name in example if name not in named and next(tensors_in(example[name]), None) is not None]
+        if lacking:
+            raise StageUsageError(
+                f"stage {self._stage} was given no {', '.join(lacking)}: every rank passes the model's inputs by name,"
+                ' step(**split.keywords(...)); or split with inputs="first"'
+            )
+        return {**example, **named}
 
     def _passed(self, named: Mapping[str, Any], values: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """What this stage sends without having computed it, as it is before the model's code may change it."""
@@ -295,10 +305,6 @@ class _StageForward:
             if tensor is not None:
                 passed[key] = tensor.clone() if key in self._plan.copies else tensor
         return passed
-
-
-def _has_rows(inputs: Mapping[str, Any]) -> bool:
-    return any("." in name for name in inputs)
 
 
 def split(
@@ -342,6 +348,9 @@ def split(
     tree = _branches(model)
     given = stages if isinstance(stages, Mapping) else None
     count = max(stages.values()) + 1 if isinstance(stages, Mapping) else stages
+    below = next((name for name, stage in (given or {}).items() if stage < 0), None)
+    if given is not None and below is not None:
+        raise StageUsageError(f"{below!r} is to be on stage {given[below]}: stages are numbered from 0")
     if count < 1:
         raise StageUsageError(f"a model is cut into at least 1 stage, got {count}")
     if inputs not in ("every", "first"):
@@ -405,8 +414,9 @@ def _branches(model: nn.Module) -> Branch:
             for child_name, child in module.named_children()
             if id(child) not in seen
         )
-        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        return Branch(name, is_container, size + sum(child.size for child in children), children)
+        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        is_container = not is_called or isinstance(module, nn.Sequential)
+        return Branch(name, is_container, is_called, size + sum(child.size for child in children), children)
 
     return branch("", model)
 
@@ -468,7 +478,7 @@ def _record(
     absence = Absence(device)
     own = _of_units(model, units)
     held = {name for name, _ in named_tensors(model)} if real else _constants(model, own)
-    copy, control = copy_structure(model, units, held, (), absence)
+    copy, control = copy_structure(model, units, units if real else (), held, (), absence)
     constants = _constants(model, own)
     readable = [(name, tensor) for name, tensor in control.named.items() if name not in constants]
     recorder = Recorder(absence, None if real else Templates(absence), named, readable)
@@ -487,9 +497,13 @@ def _device(model: nn.Module, named: Mapping[str, Any]) -> torch.device:
 
 def _of_units(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:
     """The unit of each parameter and buffer that is in one, by all its names there."""
-    return {
-        f"{unit}.{name}" if unit else name: unit for unit, module in units.items() for name, _ in named_tensors(module)
-    }
+    names = {id(module): name for name, module in units.items()}
+    own: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):  # what holds another first
+        if id(module) in names:
+            for name, _ in named_tensors(module):
+                own.setdefault(f"{path}.{name}", names[id(module)])
+    return own
 
 
 def _constants(model: nn.Module, own: Mapping[str, str]) -> set[str]:
@@ -512,11 +526,13 @@ def _held(
         held.append({name for name, unit in own.items() if unit in mine} | names | beside)
     found = {id(tensor) for name, tensor in every if any(name in names for names in held)}
     held[-1] |= {name for name, tensor in every if id(tensor) not in found}
-    by_identity: list[frozenset[str]] = []
-    for names in held:
-        kept = {id(tensor) for name, tensor in every if name in names}
-        by_identity.append(frozenset(name for name, tensor in every if id(tensor) in kept))
-    return by_identity
+    seen: list[frozenset[str]] = []
+    for part, names in zip(parts, held, strict=True):
+        kept, mine = {id(tensor) for name, tensor in every if name in names}, set(part)
+        seen.append(
+            frozenset(name for name, tensor in every if id(tensor) in kept and (name not in own or own[name] in mine))
+        )
+    return seen
 
 
 def _shared(
@@ -569,12 +585,10 @@ def _given_stages(given: Mapping[str, int], order: Sequence[str], count: int) ->
     """The stage of each unit, where some are given."""
     named: dict[str, int] = {}
     for pattern, stage in given.items():
-        if stage < 0:
-            raise StageUsageError(f"{pattern!r} is to be on stage {stage}: stages are numbered from 0")
         fitting = matching(pattern, order)
         if not fitting:
             raise StageUsageError(
-                f"no unit is called {pattern!r}; {near(pattern, [Branch(name, False, 1) for name in order])}"
+                f"no unit is called {pattern!r}; {near(pattern, [Branch(name, False, True, 1) for name in order])}"
             )
         named |= dict.fromkeys(fitting, stage)
     where: dict[str, int] = {}

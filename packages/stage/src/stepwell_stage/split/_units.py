@@ -22,12 +22,14 @@ class Branch:
     Attributes:
         name: its first name in the model; the model's own is ``""``.
         is_container: whether it only holds others, as ``nn.ModuleList``, ``ModuleDict`` and ``Sequential`` do.
+        is_called: whether it can be called, as the first two cannot.
         size: how many numbers its parameters and saved buffers hold, those of its children included.
         children: the modules in it, each once in the whole tree.
     """
 
     name: str
     is_container: bool
+    is_called: bool
     size: int
     children: tuple[Branch, ...] = ()
 
@@ -53,12 +55,12 @@ def choose_units(model: Branch, at_least: int, *, called: Collection[str] | None
     """
     units = list(_found(model))
     while sum(called is None or unit.name in called for unit in units) < at_least:
-        openable = [unit for unit in units if unit.with_state and (unit.name or len(units) == 1)]
+        openable = [unit for unit in units if unit.with_state]
         if not openable:
             break
         largest = max(openable, key=lambda unit: unit.size)
         position = units.index(largest)
-        units[position : position + 1] = largest.with_state
+        units[position : position + 1] = [one for child in largest.with_state for one in _callable(child)]
     return tuple(unit.name for unit in units)
 
 
@@ -116,23 +118,28 @@ def near(pattern: str, branches: Iterable[Branch]) -> str:
     return f"there are {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
 
 
-def _found(branch: Branch) -> Iterator[Branch]:
-    """Units at or below a module that is no item of a container."""
+def _found(branch: Branch, *, is_item: bool = False) -> Iterator[Branch]:
+    """Units at or below a module. The model itself is none."""
+    has_rows = any(map(_is_row, branch.walk()))
     if not branch.size:
         return
-    if _is_row(branch):
-        for item in branch.with_state:
-            yield from _found(item) if item.is_container and any(map(_is_row, item.walk())) else (item,)
-    elif branch.is_container and not branch.name:
-        yield from branch.with_state
-    elif any(map(_is_row, branch.walk())):
-        for child in branch.with_state:
-            yield from _found(child)
-    else:
+    if branch.is_called and branch.name and (not has_rows or (is_item and not branch.is_container)):
         yield branch
+        return
+    for child in branch.with_state:
+        yield from _found(child, is_item=_is_row(branch) or (is_item and not branch.is_called))
 
 
 def _is_row(branch: Branch) -> bool:
     """Whether a module is a container of layers that are modules of several others."""
     items = branch.with_state
     return branch.is_container and len(items) > 1 and any(item.with_state for item in items)
+
+
+def _callable(branch: Branch) -> Iterator[Branch]:
+    """The module, or what can be called in it."""
+    if branch.is_called:
+        yield branch
+    else:
+        for child in branch.with_state:
+            yield from _callable(child)

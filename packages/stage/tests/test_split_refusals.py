@@ -1,0 +1,158 @@
+"""What split cannot cut is refused, with a sentence that says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepwell_p2p import Placement, Transport
+from stepwell_stage import Executor, schedules, split
+from stepwell_stage.exceptions import StageUsageError
+
+
+class Row(nn.Module):
+    """Layers in a row, with what a test wants between them."""
+
+    def __init__(self, between: Callable[[Tensor, int], Tensor] = lambda x, number: x, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(layers))
+        self.between = between
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = self.between(layer(x), number) * scale
+        return x.square().mean()
+
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def run(transport: Transport, model: nn.Module, example: Any, x: Any, **inputs: Any) -> float | None:
+    cut = split(model, 2, example=example)
+    stages = cut.stages(Placement.loop(2, 2), transport.rank, "cpu", transport=transport)
+    executor = Executor(stages, schedules.gpipe(2, 2), lambda loss: loss)
+    executor.step(**cut.keywords(x, **inputs), return_outputs=False)
+    return None if executor.loss is None else executor.loss.item()
+
+
+def test_a_look_at_data_that_a_stage_has(threads: Callable[..., Any]) -> None:
+    """An `if` on a value of an earlier stage is followed: the value crosses, and the one after it goes the same way."""
+
+    def between(x: Tensor, number: int) -> Tensor:
+        if number == 3 and x.abs().sum().item() > 0:
+            return x * 2
+        return x
+
+    found = threads(lambda transport: run(transport, Row(between), X, X), 2)
+    assert found[0] is None and found[1] is not None
+
+
+def test_a_look_at_what_a_later_stage_makes_does_not_matter_to_one_that_is_done(threads: Callable[..., Any]) -> None:
+    def between(x: Tensor, number: int) -> Tensor:
+        return x * float(x.detach().abs().max()) if number == 1 else x
+
+    assert threads(lambda transport: run(transport, Row(between), X, X), 2)[1] is not None
+
+
+def test_another_way_than_the_example(threads: Callable[..., Any]) -> None:
+    def between(x: Tensor, number: int) -> Tensor:
+        return x.relu() if number == 2 and x.sum().item() > 0 else x
+
+    torch.manual_seed(0)
+    model = Row(between)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer[0].weight.copy_(torch.eye(4))
+            layer[0].bias.zero_()
+    with pytest.raises(StageUsageError, match=r"went another way than with the example.*test_split_refusals\.py"):
+        threads(lambda transport: run(transport, model, X.abs(), -X.abs()), 2)
+
+
+def test_a_plain_value_that_decides(threads: Callable[..., Any]) -> None:
+    def between(x: Tensor, number: int) -> Tensor:
+        return x
+
+    class Deep(Row):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            for layer in list(self.layers)[: int(scale)]:
+                x = layer(x)
+            return x.square().mean()
+
+    with pytest.raises(StageUsageError, match="went another way"):
+        threads(lambda transport: run(transport, Deep(between), {"x": X, "scale": 4.0}, X, scale=3.0), 2)
+
+
+def test_a_value_that_would_go_back() -> None:
+    with pytest.raises(StageUsageError, match=r"'layers\.1' is to be on stage 0, but takes what stage 1 makes"):
+        split(Row(), {"layers.0": 1, "layers.1": 0}, example=X)
+
+
+def test_too_many_stages() -> None:
+    with pytest.raises(StageUsageError, match=r"Row has 4 units that the example calls, too few for 5 stages: layers\.0\.0"):
+        split(Row(), 5, example=X)
+
+
+def test_arguments_that_do_not_fit() -> None:
+    model = Row()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"stages": 0}, "at least 1 stage, got 0"),
+        ({"stages": {"layers.9": 1}}, r"no unit is called 'layers\.9'; there are layers\.0"),
+        ({"stages": {"layers.1": -1}}, "stages are numbered from 0"),
+        ({"stages": {"layers.3": 2}}, "no unit is left for stage 1"),
+        ({"stages": 2, "units": ["layers.7"]}, r"no module with parameters is called 'layers\.7'"),
+        ({"stages": 2, "units": ["layers.0", "layers.0.0"]}, "leave out one"),
+        ({"stages": 2, "costs": {"layers.0": 1.0}}, "costs must name every unit"),
+        ({"stages": 2, "costs": "memory"}, "costs must be 'parameters', 'time' or numbers by unit, got 'memory'"),
+        ({"stages": 2, "inputs": "last"}, "inputs must be 'every' or 'first', got 'last'"),
+        ({"stages": 2, "example": {"x": X, "y": X}}, r"does not take these inputs: .*'y'"),
+    ]
+    for options, message in cases:
+        with pytest.raises(StageUsageError, match=message):
+            split(model, **{"example": X, **options})
+    with pytest.raises(StageUsageError, match=r"cut into 2 stages, but the schedule has 3; use split\(model, 3"):
+        split(model, 2, example=X).stages(Placement.loop(3, 3), 0, "cpu")
+
+
+def test_inputs_that_are_missing_or_new(threads: Callable[..., Any]) -> None:
+    def lacking(transport: Transport) -> None:
+        cut = split(Row(), 2, example=X)
+        stages = cut.stages(Placement.loop(2, 2), transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedules.gpipe(2, 2), lambda loss: loss)
+        executor.step(**({"x": X} if transport.rank == 0 else {}), return_outputs=False)
+
+    with pytest.raises(StageUsageError, match=r"stage 1 was given no x: every rank passes the model's inputs by name"):
+        threads(lacking, 2)
+    with pytest.raises(StageUsageError, match="was given scale, which the example did not have"):
+        threads(lambda transport: run(transport, Row(), X, X, scale=2.0), 2)
+
+
+def test_a_model_on_the_meta_device_that_decides_by_data() -> None:
+    with torch.device("meta"):
+        model = Row(lambda x, number: x * x.max().item())
+    with pytest.raises(StageUsageError, match=r"decides by data how it goes on: item in test_split_refusals\.py"):
+        split(model, 2, example=X)
+
+
+def test_a_structure_that_cannot_be_copied() -> None:
+    model = Row()
+    model.made = (number for number in range(3))  # type: ignore[assignment]
+    with pytest.raises(StageUsageError, match="its structure cannot be copied: cannot pickle 'generator' object"):
+        split(model, 2, example=X)
+
+
+def test_nothing_is_changed_in_the_model() -> None:
+    model = Row()
+    before = [(name, id(value)) for name, value in (*model.named_modules(), *model.named_parameters())]
+    kinds = [type(module) for module in model.modules()]
+    cut = split(model, 2, example=X)
+    stage = cut.module(1)
+    assert [(name, id(value)) for name, value in (*model.named_modules(), *model.named_parameters())] == before
+    assert [type(module) for module in model.modules()] == kinds
+    assert dict(stage.named_parameters()).keys() == {f"layers.{n}.0.{what}" for n in (2, 3) for what in ("weight", "bias")}
+    assert stage.layers[2][0].weight is model.layers[2][0].weight  # type: ignore[index, union-attr]
+    assert stage.layers[0] is None  # type: ignore[index]
+    model(X).backward()
