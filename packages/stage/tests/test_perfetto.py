@@ -23,31 +23,56 @@ def _timeline(name: str = "1f1b") -> Timeline:
     return simulate(plan, costs).timeline
 
 
+_NUMBER = (int, float)
+_FIELDS: dict[str, dict[str, Any]] = {  # of each phase: the fields that it must have, and no others
+    "M": {"name": str, "pid": int, "tid": int, "args": dict},
+    "X": {"name": str, "cat": str, "ts": _NUMBER, "dur": _NUMBER, "pid": int, "tid": int, "args": dict},
+    "s": {"name": str, "cat": str, "id": str, "ts": _NUMBER, "pid": int, "tid": int},
+    "f": {"name": str, "cat": str, "id": str, "bp": str, "ts": _NUMBER, "pid": int, "tid": int},
+}
+
+
 def _check_format(trace: dict[str, Any]) -> None:
-    """What the document asks of each kind of event that we write."""
+    """What the document asks of each kind of event that we write: duration events, flow events and metadata."""
     assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
     starts, ends = {}, {}
     for event in trace["traceEvents"]:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
+        fields = _FIELDS[event["ph"]]
+        assert event.keys() == {"ph", *fields}
+        assert all(isinstance(event[name], kind) for name, kind in fields.items())
+        assert not any(isinstance(event[name], bool) for name in fields)
         if event["ph"] == "M":
             key = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index"}[event["name"]]
             assert set(event["args"]) == {key}
             continue
-        assert isinstance(event["cat"], str)
         assert event["ts"] >= 0
         if event["ph"] == "X":
             assert event["dur"] >= 0
         else:
             assert event["ph"] in "sf"
-            {"s": starts, "f": ends}[event["ph"]][event["id"]] = event
+            arrows = {"s": starts, "f": ends}[event["ph"]]
+            assert event["id"] not in arrows
+            arrows[event["id"]] = event
             assert event["ph"] == "s" or event["bp"] == "e"
+            assert _encloses(trace, event), "an arrow binds to the slice that is there at its time"
     assert set(starts) == set(ends)
     for key, start in starts.items():
         assert start["ts"] <= ends[key]["ts"]
         assert start["pid"] != ends[key]["pid"]
+
+
+def _encloses(trace: dict[str, Any], arrow: dict[str, Any]) -> bool:
+    """Whether one slice of the arrow's thread is there at its time; the time at which a slice ends is not in it."""
+    return (
+        sum(
+            event["ph"] == "X"
+            and (event["pid"], event["tid"]) == (arrow["pid"], arrow["tid"])
+            and event["ts"] <= arrow["ts"] < event["ts"] + event["dur"]
+            for event in trace["traceEvents"]
+        )
+        == 1
+    )
 
 
 def _check_nesting(trace: dict[str, Any]) -> None:

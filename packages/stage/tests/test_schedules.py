@@ -21,6 +21,7 @@ from stepwell_stage.schedules import (
     interleaved_1f1b,
     interleaved_zero_bubble,
     looped_bfs,
+    one_f_one_b,
 )
 
 LOOPED = {
@@ -160,6 +161,25 @@ def test_a_shared_first_in_first_out_channel_blocks_looped_stages() -> None:
         prove(plan, Rules(tagged=False, rendezvous=True), channels="shared")
     assert caught.value.safe_policy == "per-edge"
     prove(plan, Rules(tagged=False, rendezvous=True), channels="per-edge")
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 8, 32])
+@pytest.mark.parametrize("latency", [0.0, 0.02])
+def test_p161_more_stages_and_split_backwards_do_not_make_a_step_longer(num_microbatches: int, latency: float) -> None:
+    """With the same work on each rank, and receives that block nothing."""
+
+    def seconds(schedule: Schedule) -> float:
+        stages = schedule.placement.num_stages
+        share = 4 / stages
+        return simulate(
+            lower(schedule), Costs.uniform(stages, forward=share, backward=2 * share, latency=latency)
+        ).makespan
+
+    plain, looped, split = (
+        seconds(make(4, num_microbatches)) for make in (one_f_one_b, interleaved_1f1b, interleaved_zero_bubble)
+    )
+    assert split <= looped + 1e-9
+    assert looped <= plain + 1e-9
 
 
 def test_sizes_below_one_are_refused() -> None:

@@ -105,5 +105,7 @@ def _arrows(timeline: Timeline, first: int, number: int) -> Iterator[dict[str, A
             taker = events.get((stage + step, microbatch))
             if taker is not None and taker.rank != event.rank:
                 common = {"name": "message", "cat": "message", "id": f"{number}.{kind}{stage}.{microbatch}"}
-                yield {**common, "ph": "s", "pid": first + event.rank, "tid": 0, "ts": event.end * 1e6}
-                yield {**common, "ph": "f", "bp": "e", "pid": first + taker.rank, "tid": 0, "ts": taker.start * 1e6}
+                # Within the slices that they join: where one ends and the next begins, either could be taken for it.
+                start, end = ((one.start + one.end) / 2 * 1e6 for one in (event, taker))
+                yield {**common, "ph": "s", "pid": first + event.rank, "tid": 0, "ts": start}
+                yield {**common, "ph": "f", "bp": "e", "pid": first + taker.rank, "tid": 0, "ts": end}
