@@ -1,6 +1,7 @@
 """What the executor adds to a schedule, beside a hand-written loop and torch.distributed.pipelining in the same run.
 
-    python benchmarks/pipeline.py [--quick]
+    python benchmarks/pipeline.py            # writes its tables into benchmarks/README.md; up to ten minutes
+    python benchmarks/pipeline.py --quick    # a look, in under two; prints, and writes nothing
 
 Four gloo processes on this machine. Each figure is a median over steps that the contestants take in turn, so that all meet the
 same disturbances; the spread beside it is the middle half. Ratios compare; seconds depend on the machine.
@@ -9,207 +10,179 @@ same disturbances; the spread beside it is the middle half. Ratios compare; seco
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
+import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
 
+import attrs
 import torch
-import torch.distributed as dist
+from _contestants import (
+    EXAMPLES,
+    WIDTH,
+    Sleeps,
+    Times,
+    by_hand,
+    ours,
+    ratio,
+    shared_memory,
+    slowest,
+    spread,
+    take_turns,
+    torchs,
+    total,
+)
 from _table import Table, write_section
 from torch import nn
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, LoopbackFabric
-from stepwell_stage import Costs, Executor, PipelineStage, lower, schedules, simulate
+from stepwell_stage import Costs, lower, schedules, simulate
 
 RANKS = 4
-WIDTH = 16
-
-Step = Callable[[], None]
-
-
-class Sleeps(nn.Module):
-    """Takes as long as it is told, forward and backward, on no core: so stages of four ranks run at once on any machine."""
-
-    def __init__(self, forward: float, backward: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
-        self.seconds = (forward, backward)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x, self.weight, *self.seconds)
+TRIVIAL = 64  # microbatches of the comparison with the hand-written loop
+FORWARD = 0.012  # seconds that a rank's stages sleep in one forward; a backward takes twice as long
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x + weight
+@attrs.frozen
+class Size:
+    """How much to measure."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return grad, grad.sum(0), None, None
-
-
-def by_hand(module: nn.Module, microbatches: int, x: torch.Tensor, y: torch.Tensor) -> Step:
-    """1F1B with the same messages and nothing else: the limit to approach."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    parts, targets = x.tensor_split(microbatches), y.tensor_split(microbatches)
-    warm_up = min(size - 1 - rank, microbatches)
-
-    def step() -> None:
-        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        sent: list[Any] = []
-
-        def forward(m: int) -> None:
-            if rank:
-                value = torch.empty_like(parts[m])
-                dist.irecv(value, rank - 1, tag=2 * m).wait()
-                value.requires_grad_()
-            else:
-                value = parts[m]
-            output = module(value)
-            if rank < size - 1:
-                sent.append(dist.isend(output.detach(), rank + 1, tag=2 * m))
-            else:
-                output = nn.functional.mse_loss(output, targets[m]) / microbatches
-            kept[m] = (value, output)
-
-        def backward(m: int) -> None:
-            value, output = kept.pop(m)
-            if rank < size - 1:
-                grad = torch.empty_like(output)
-                dist.irecv(grad, rank + 1, tag=2 * m + 1).wait()
-                output.backward(grad)
-            else:
-                output.backward()
-            if rank:
-                sent.append(dist.isend(value.grad, rank - 1, tag=2 * m + 1))
-
-        for m in range(warm_up):
-            forward(m)
-        for m in range(microbatches):
-            if m + warm_up < microbatches:
-                forward(m + warm_up)
-            backward(m)
-        for work in sent:
-            work.wait()
-
-    return step
+    trivial: int
+    names: tuple[str, ...]
+    sleeping: tuple[tuple[int, int], ...]  # microbatches, turns
+    model: int
+    growth: tuple[int, ...]
+    per_rank: tuple[int, ...]
+    turns: int
+    memory: int
 
 
-def ours(modules: Sequence[nn.Module], schedule: Any, x: torch.Tensor, y: torch.Tensor, transport: Any) -> Step:
-    """The executor."""
-    count = schedule.placement.num_stages
-    own = schedule.placement.stages_of(transport.rank)
-    stages = [PipelineStage(module, index, count, "cpu") for index, module in zip(own, modules, strict=True)]
-    executor = Executor(stages, schedule, nn.functional.mse_loss, transport=transport)
-    inputs = (x,) if executor.is_first else ()
-    target = y if executor.is_last else None
-    return lambda: executor.step(*inputs, target=target, return_outputs=False)
-
-
-def torchs(modules: Sequence[nn.Module], name: str, microbatches: int, x: torch.Tensor, y: torch.Tensor) -> Step:
-    """torch.distributed.pipelining's runtime, same schedule."""
-    from torch.distributed import pipelining
-
-    rank = dist.get_rank()
-    single = name in ("gpipe", "1f1b")
-    count = RANKS if single else 2 * RANKS
-    second = 2 * RANKS - 1 - rank if name in ("zbv", "dualpipe-v") else rank + RANKS
-    own = [rank] if single else [rank, second]
-    device = torch.device("cpu")
-    stages = [pipelining.PipelineStage(m, i, count, device) for i, m in zip(own, modules, strict=True)]
-    cls = {
-        "gpipe": pipelining.ScheduleGPipe,
-        "1f1b": pipelining.Schedule1F1B,
-        "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
-        "looped-bfs": pipelining.ScheduleLoopedBFS,
-        "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-        "zbv": pipelining.ScheduleZBVZeroBubble,
-        "dualpipe-v": pipelining.ScheduleDualPipeV,
-    }[name]
-    runner = cls(stages[0] if single else stages, microbatches, loss_fn=nn.functional.mse_loss)
-    inputs = (x,) if 0 in own else ()
-    target = y if count - 1 in own else None
-
-    def step() -> None:
-        runner.step(*inputs, target=target, return_outputs=False)
-
-    return step
-
-
-def measure(contestants: dict[str, Step], steps: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Wall and CPU seconds of each step of each contestant, taken in turn."""
-    for step in contestants.values():
-        step()
-        step()
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
-    for _ in range(steps):
-        for name, step in contestants.items():
-            dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            step()
-            found[name][0].append(time.perf_counter() - wall)
-            found[name][1].append(time.process_time() - cpu)
-    return found
+FULL = Size(40, tuple(schedules.BY_NAME), ((8, 9), (32, 5)), 9, (8, 64, 512), (1, 2, 4, 8), 11, 256)
+QUICK = Size(7, ("1f1b", "interleaved-1f1b", "zbv"), ((8, 3),), 3, (8, 64), (1, 4), 5, 64)
 
 
 # What each rank runs.
 
 
-def trivial(microbatches: int, steps: int) -> Any:
-    torch.manual_seed(0)
-    x, y = torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH)
+def numbers(rows: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
 
-    def module() -> nn.Module:
-        return nn.Linear(WIDTH, WIDTH)
 
-    return measure(
+def trivial(microbatches: int, turns: int) -> Times:
+    x, y = numbers(microbatches)
+    schedule, gloo, shm = schedules.one_f_one_b(RANKS, microbatches), C10dTransport(), shared_memory()
+    found = take_turns(
         {
-            "by hand": by_hand(module(), microbatches, x, y),
-            "stepwell": ours([module()], schedules.one_f_one_b(RANKS, microbatches), x, y, C10dTransport()),
-            "torch": torchs([module()], "1f1b", microbatches, x, y),
+            "by hand": by_hand(nn.Linear(WIDTH, WIDTH), microbatches, x, y),
+            "stepwell": ours([nn.Linear(WIDTH, WIDTH)], schedule, x, y, gloo),
+            "torch": torchs([nn.Linear(WIDTH, WIDTH)], "1f1b", microbatches, x, y),
+            "stepwell, shared memory": ours([nn.Linear(WIDTH, WIDTH)], schedule, x, y, shm),
         },
-        steps,
+        turns,
     )
+    gloo.close()
+    shm.close()
+    return found
 
 
-def sleeping(name: str, microbatches: int, steps: int, forward: float) -> Any:
-    x, y = torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH)
+def sleeping(name: str, microbatches: int, turns: int) -> Times:
+    x, y = numbers(microbatches)
     schedule = schedules.BY_NAME[name](RANKS, microbatches)
     per_rank = schedule.placement.num_stages // RANKS
 
     def modules() -> list[nn.Module]:
-        return [Sleeps(forward / per_rank, 2 * forward / per_rank) for _ in range(per_rank)]
+        return [Sleeps(FORWARD / per_rank, 2 * FORWARD / per_rank) for _ in range(per_rank)]
 
-    contestants = {"stepwell": ours(modules(), schedule, x, y, C10dTransport())}
+    transport = C10dTransport()
+    contestants = {"stepwell": ours(modules(), schedule, x, y, transport)}
     if name != "zb-h1":  # torch has no such schedule
         contestants["torch"] = torchs(modules(), name, microbatches, x, y)
-    return measure(contestants, steps)
+    found = take_turns(contestants, turns)
+    transport.close()
+    return found
 
 
-def growth(microbatches: int, steps: int) -> Any:
-    x, y = torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH)
-    schedule = schedules.one_f_one_b(RANKS, microbatches)
-    return measure({"stepwell": ours([nn.Linear(WIDTH, WIDTH)], schedule, x, y, C10dTransport())}, steps)
+def model(name: str, microbatches: int, sequences: int, turns: int) -> Times:
+    """The example's GPT, cut into equal numbers of layers."""
+    sys.path.insert(0, str(EXAMPLES))
+    import train_text
+
+    options = argparse.Namespace(seed=0, width=128, heads=4, layers=6, seq_len=64)
+    schedule = schedules.BY_NAME[name](RANKS, microbatches)
+    gloo, shm = C10dTransport(), shared_memory()
+    count = schedule.placement.num_stages
+    generator = torch.Generator().manual_seed(0)
+    shape = (microbatches * sequences, options.seq_len)
+    x, y = (torch.randint(train_text.VOCABULARY, shape, generator=generator) for _ in range(2))
+
+    def modules() -> list[nn.Module]:
+        whole = train_text.build(options)
+        size = len(whole) // count
+        return [whole[index * size : (index + 1) * size] for index in schedule.placement.stages_of(gloo.rank)]
+
+    contestants = {
+        "stepwell": ours(modules(), schedule, x, y, gloo, train_text.loss_fn),
+        "stepwell, shared memory": ours(modules(), schedule, x, y, shm, train_text.loss_fn),
+    }
+    if name != "zb-h1":
+        contestants["torch"] = torchs(modules(), name, microbatches, x, y, train_text.loss_fn)
+    found = take_turns(contestants, turns)
+    gloo.close()
+    shm.close()
+    return found
+
+
+def growth(microbatches: tuple[int, ...], per_rank: tuple[int, ...], turns: int) -> Times:
+    """By size; contestants of one run, so that what else the machine does meets all of them."""
+    transport = C10dTransport()
+    contestants = {}
+    for count in microbatches:
+        schedule = schedules.one_f_one_b(RANKS, count)
+        contestants[f"M = {count}"] = ours([nn.Linear(WIDTH, WIDTH)], schedule, *numbers(count), transport)
+    found = take_turns(contestants, turns)
+    transport.close()
+    for stages in per_rank:  # each has channels of its own
+        transport = C10dTransport()
+        schedule = schedules.interleaved_1f1b(RANKS, 16, stages_per_rank=stages)
+        step = ours([nn.Linear(WIDTH, WIDTH) for _ in range(stages)], schedule, *numbers(16), transport)
+        found |= take_turns({f"{stages} stages": step}, turns)
+        transport.close()
+    return found
+
+
+def memory(microbatches: int) -> float:
+    """MiB by which a step of so many microbatches needs more than one of 8, on a rank that holds no batch."""
+    width, rows, peaks = 512, 64, []
+    for count in (8, microbatches):
+        transport = C10dTransport()
+        holds_batch = transport.rank in (0, RANKS - 1)
+        step = ours(
+            [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))],
+            schedules.one_f_one_b(RANKS, count),
+            *numbers(count * rows if holds_batch else 0, width),
+            transport,
+        )
+        step()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        transport.close()
+    return peaks[1] - peaks[0]
 
 
 def loopback(microbatches: int, steps: int) -> tuple[float, float]:
-    """CPU seconds per action of one rank with four stages, and of the same modules called in a plain loop."""
-    x, y = torch.randn(microbatches, WIDTH), torch.randn(microbatches, WIDTH)
-    modules = [nn.Linear(WIDTH, WIDTH)]
-    step = ours(modules, schedules.one_f_one_b(1, microbatches), x, y, LoopbackFabric(1).transport(0))
+    """CPU seconds per action of one rank, and of the same module called in a plain loop."""
+    x, y = numbers(microbatches)
+    module = nn.Linear(WIDTH, WIDTH)
+    step = ours([module], schedules.one_f_one_b(1, microbatches), x, y, LoopbackFabric(1).transport(0))
     parts, targets = x.tensor_split(microbatches), y.tensor_split(microbatches)
 
     def plain() -> None:
         for part, target in zip(parts, targets, strict=True):
-            (nn.functional.mse_loss(modules[0](part), target) / microbatches).backward()
+            (nn.functional.mse_loss(module(part), target) / microbatches).backward()
 
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     step()
@@ -223,71 +196,107 @@ def loopback(microbatches: int, steps: int) -> tuple[float, float]:
     return statistics.median(times["ours"]) / actions, statistics.median(times["plain"]) / actions
 
 
-def slowest(by_rank: list[Any], name: str, which: int = 0) -> list[float]:
-    """Per step the time of the rank that took longest."""
-    return [max(times) for times in zip(*(found[name][which] for found in by_rank), strict=True)]
+# The tables.
 
 
-def total(by_rank: list[Any], name: str) -> list[float]:
-    """Per step the CPU time of all ranks."""
-    return [sum(times) for times in zip(*(found[name][1] for found in by_rank), strict=True)]
+def trivial_table(pool: WorkerPool, size: Size) -> Table:
+    found = pool.run(trivial, RANKS, TRIVIAL, size.trivial, deadline=300)
+    title = f"1F1B, trivial stages, M = {TRIVIAL}"
+    table = Table(title, ["", "step", "÷ by hand", "÷ torch", "CPU of all ranks", "÷ by hand", "÷ torch"])
+    for name in found[0]:
+        cells = []
+        for times in (functools.partial(slowest, found), functools.partial(total, found)):
+            cells += [spread(times(name)), *(ratio(times(name), times(other)) for other in ("by hand", "torch"))]
+        table.add(name, *cells)
+    return table
 
 
-def spread(times: Sequence[float]) -> str:
-    low, _, high = statistics.quantiles(times, n=4)
-    return f"{statistics.median(times) * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})"
+def sleeping_table(pool: WorkerPool, size: Size) -> Table:
+    table = Table("Sleeping stages: step ÷ ideal makespan of that schedule", ["schedule", "M", "stepwell", "torch"])
+    for name in size.names:
+        for microbatches, turns in size.sleeping:
+            found = pool.run(sleeping, RANKS, name, microbatches, turns, deadline=300)
+            schedule = schedules.BY_NAME[name](RANKS, microbatches)
+            stages = schedule.placement.num_stages
+            share = FORWARD * RANKS / stages
+            # A custom Function runs backward once: its I does all, and W nothing.
+            costs = Costs([share] * stages, [2 * share] * stages, [2 * share] * stages, [0.0] * stages)
+            ideal = simulate(lower(schedule), costs).makespan
+            ratios = [
+                spread(slowest(found, who), 1 / ideal, "", 3) if who in found[0] else "none"
+                for who in ("stepwell", "torch")
+            ]
+            table.add(name, str(microbatches), *ratios)
+    return table
+
+
+def model_table(pool: WorkerPool, size: Size) -> Table:
+    microbatches, sequences, length = 8, 2, 64
+    columns = ["schedule", "stepwell", "÷ torch", "stepwell, shared memory", "÷ torch", "torch"]
+    table = Table("The example's GPT, M = 8: tokens per second", columns)
+    for name in size.names:
+        found = pool.run(model, RANKS, name, microbatches, sequences, size.model, deadline=300)
+        tokens = microbatches * sequences * length
+        cells = []
+        for who in ("stepwell", "stepwell, shared memory"):
+            times = slowest(found, who)
+            cells.append(f"{tokens / statistics.median(times):,.0f}")
+            cells.append(ratio(slowest(found, "torch"), times) if "torch" in found[0] else "none")
+        has_torch = "torch" in found[0]
+        cells.append(f"{tokens / statistics.median(slowest(found, 'torch')):,.0f}" if has_torch else "none")
+        table.add(name, *cells)
+    return table
+
+
+def growth_table(pool: WorkerPool, size: Size) -> Table:
+    found = pool.run(growth, RANKS, size.growth, size.per_rank, size.turns, deadline=500)
+    columns = ["size", "step", "wall per slot", "CPU per action"]
+    table = Table("Growth: 1F1B, and interleaved 1F1B with M = 16, trivial stages, stepwell", columns)
+    for name in found[0]:
+        number = int(name.removeprefix("M = ").removesuffix(" stages"))
+        microbatches, stages = (number, 1) if name.startswith("M") else (16, number)
+        wall, cpu = slowest(found, name), total(found, name)
+        actions = 2 * microbatches * stages
+        slots = actions + 2 * (RANKS - 1)  # with the time in which the pipeline fills and drains
+        table.add(
+            name if stages == 1 and name.startswith("M") else f"{stages} stages per rank",
+            spread(wall),
+            f"{statistics.median(wall) / slots * 1e6:.0f} µs",
+            f"{statistics.median(cpu) / (actions * RANKS) * 1e6:.0f} µs",
+        )
+    return table
+
+
+def memory_table(pool: WorkerPool, size: Size) -> Table:
+    extra = pool.run(memory, RANKS, size.memory, deadline=300)
+    title = "Memory: most that a step of 1F1B needs beyond one with M = 8, where an activation is 128 KiB"
+    table = Table(title, ["M", "second rank", "third rank"])
+    table.add(str(size.memory), *(f"{extra[rank]:.1f} MiB" for rank in (1, 2)))
+    return table
+
+
+def loopback_table(pool: WorkerPool, size: Size) -> Table:
+    (mine, plain), *_ = pool.run(loopback, 1, 256, size.turns, deadline=120, init_group=False)
+    table = Table("One rank, no transport: CPU per action", ["stepwell", "plain loop", "added"])
+    table.add(*(f"{seconds * 1e6:.1f} µs" for seconds in (mine, plain, mine - plain)))
+    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps, for a look")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps and schedules; prints, and writes nothing")
     quick = parser.parse_args().quick
+    size = QUICK if quick else FULL
     lines = [
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {RANKS} gloo processes"
-        f"{', few steps (--quick)' if quick else ''}.",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {RANKS} gloo processes.",
+        "Times are medians, with the middle half.",
         "",
     ]
     with WorkerPool(RANKS) as pool:
-        count = 64
-        found = pool.run(trivial, RANKS, count, 5 if quick else 40, deadline=300)
-        limit, limit_cpu = (statistics.median(f(found, "by hand")) for f in (slowest, total))
-        table = Table("1F1B, trivial stages, M = 64", ["", "step", "÷ by hand", "CPU of all ranks", "÷ by hand"])
-        for name in ("by hand", "stepwell", "torch"):
-            wall, cpu = slowest(found, name), total(found, name)
-            ratios = (statistics.median(wall) / limit, statistics.median(cpu) / limit_cpu)
-            table.add(name, spread(wall), f"{ratios[0]:.2f}", spread(cpu), f"{ratios[1]:.2f}")
-        lines += table.lines()
-
-        table = Table("Sleeping stages: step ÷ ideal makespan of that schedule", ["schedule", "M", "stepwell", "torch"])
-        forward = 0.012
-        for name in schedules.BY_NAME:
-            for microbatches in (8,) if quick else (8, 32):
-                found = pool.run(sleeping, RANKS, name, microbatches, 3 if quick else 9, forward, deadline=300)
-                schedule = schedules.BY_NAME[name](RANKS, microbatches)
-                stages = schedule.placement.num_stages
-                share = forward * RANKS / stages
-                # A custom Function runs backward once: its I does all, and W nothing.
-                costs = Costs([share] * stages, [2 * share] * stages, [2 * share] * stages, [0.0] * stages)
-                ideal = simulate(lower(schedule), costs).makespan
-                ratios = [
-                    f"{statistics.median(slowest(found, who)) / ideal:.3f}" if who in found[0] else "none"
-                    for who in ("stepwell", "torch")
-                ]
-                table.add(name, str(microbatches), *ratios)
-        lines += table.lines()
-
-        table = Table("Growth: 1F1B, trivial stages, stepwell", ["M", "step", "per action"])
-        for microbatches in (8, 64) if quick else (8, 64, 512):
-            wall = slowest(pool.run(growth, RANKS, microbatches, 5 if quick else 15, deadline=300), "stepwell")
-            per_action = statistics.median(wall) / (2 * microbatches)
-            table.add(str(microbatches), spread(wall), f"{per_action * 1e6:.0f} µs")
-        lines += table.lines()
-
-        (mine, plain), *_ = pool.run(loopback, 1, 256, 5 if quick else 30, deadline=120, init_group=False)
-        table = Table("One rank, no transport: CPU per action", ["stepwell", "plain loop", "added"])
-        table.add(*(f"{seconds * 1e6:.1f} µs" for seconds in (mine, plain, mine - plain)))
-        lines += table.lines()
-    write_section("pipeline", "The executor", lines)
+        for make in (memory_table, trivial_table, sleeping_table, model_table, growth_table, loopback_table):
+            lines += make(pool, size).lines()
+    if not quick:
+        write_section("pipeline", "The executor", lines)
 
 
 if __name__ == "__main__":
