@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import stepwell
@@ -118,6 +120,24 @@ def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="wants 4 ranks, but torchrun started 2: use --nproc-per-node 4"):
         stepwell.launch(lambda world: None, ranks=4)
+
+
+def no_transport_to_be_had() -> bool:
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            patch.setenv(name, value)
+        patch.setattr("stepwell._launch.C10dTransport", lambda device: 1 / 0)
+        free.close()
+        with pytest.raises(ZeroDivisionError):
+            stepwell.launch(lambda world: None, device="cpu")
+    return dist.is_initialized()
+
+
+def test_a_process_group_is_given_back_when_no_transport_can_be_made(workers: WorkerPool) -> None:
+    """It stayed, and a second launch in the process, which would take it for the caller's, never gave it back."""
+    assert workers.run(no_transport_to_be_had, 1, init_group=False) == [False]
 
 
 def receive_for_ever(world: stepwell.World) -> None:

@@ -149,6 +149,9 @@ class Pipeline:
         """What all ranks did in the last step, on the rank of the last stage; None elsewhere. Needs ``trace=True``.
 
         Times are comparable where ranks share a clock, which they do on one host.
+
+        Raises:
+            PipelineError: no step was traced on this rank.
         """
         if not self.executor.events:
             raise PipelineError("nothing was traced: pass trace=True to pipeline(), and take a step first")

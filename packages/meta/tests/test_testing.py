@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepwell_meta.testing import WorkerFailure, WorkerPool
+from stepwell_meta.testing import Outcome, WorkerFailure, WorkerPool
 
 
 def rank_and_sum() -> tuple[int, int, float]:
@@ -232,6 +232,15 @@ def test_a_module_that_a_test_suite_sends_by_value_stays_so(workers: WorkerPool)
         cloudpickle.unregister_pickle_by_value(module)
     workers.run(rank_and_sum, 1)
     assert __name__ not in cloudpickle.list_registry_pickle_by_value()
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [(3, "exit code 3"), (-9, "signal SIGKILL"), (-40, "signal 40")],  # 40 has no name
+)
+def test_how_a_rank_died_is_described_whatever_it_was(exit_code: int, words: str) -> None:
+    """A real-time signal has no name, and asking for it raised ValueError in place of the report."""
+    assert Outcome(1, exit_code=exit_code, seconds=2.0).describe() == f"rank 1 died after 2.0 s ({words})"
 
 
 def test_close_ends_the_processes_and_may_be_called_twice() -> None:

@@ -78,7 +78,10 @@ class Outcome:
         if self.exit_code is not None:
             how = f"exit code {self.exit_code}"
             if self.exit_code < 0:
-                how = f"signal {signal.Signals(-self.exit_code).name}"
+                names = {
+                    each.value: each.name for each in signal.Signals
+                }  # of real-time signals only the first and last
+                how = f"signal {names.get(-self.exit_code, -self.exit_code)}"
             return f"rank {self.rank} died after {self.seconds:.1f} s ({how})"
         return f"rank {self.rank} raised {self.error} after {self.seconds:.1f} s:\n{self.trace.rstrip()}"
 

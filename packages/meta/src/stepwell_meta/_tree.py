@@ -194,6 +194,7 @@ def normalize_outputs(value: Any) -> Outputs:
 
     Raises:
         UnsupportedValueError: Something else is in there; the message says what and where.
+        MetadataError: Two different classes in it have one name.
 
     Example:
         >>> outputs = normalize_outputs((torch.zeros(1), {"scale": 2.0}))

@@ -53,7 +53,8 @@ def decode(data: bytes | bytearray | memoryview, *, classes: Iterable[type] = ()
 
     Raises:
         DecodeError: The bytes are cut short, altered, or of another version.
-        MetadataError: The bytes describe something that cannot be, such as requires_grad on integers.
+        MetadataError: The bytes describe something that cannot be, such as requires_grad on integers; or two of ``classes`` have
+            one name.
     """
     size = memoryview(data).nbytes
     if size > MAX_ENCODED_BYTES:
