@@ -206,31 +206,37 @@ def plain_grads() -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def steps_of_all(
+    cases: list[tuple[Wrap, list[Callable[[int, int], Schedule]]]],
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    return {wrap.__name__: steps_of(wrap, schedules) for wrap, schedules in cases}
+
+
 @pytest.mark.parametrize(
-    ("wrap", "schedules"),
+    "cases",
     [
-        (wrap_ddp, SCHEDULES),
-        (wrap_ddp_buckets, FEW),
-        (wrap_ddp_inside, FEW),
-        (wrap_fsdp, SCHEDULES),
-        (wrap_fsdp_layers, FEW),
-        (wrap_replicate, FEW),
+        [(wrap_ddp, SCHEDULES), (wrap_ddp_buckets, FEW), (wrap_ddp_inside, FEW)],
+        [(wrap_fsdp, SCHEDULES), (wrap_fsdp_layers, FEW), (wrap_replicate, FEW)],
     ],
+    ids=["ddp", "fsdp"],
 )
 def test_p095_p108_p113_p125_gradients_equal_the_plain_model_on_every_replica_and_schedule(
-    workers: WorkerPool, wrap: Wrap, schedules: list[Callable[[int, int], Schedule]]
+    workers: WorkerPool, cases: list[tuple[Wrap, list[Callable[[int, int], Schedule]]]]
 ) -> None:
     """Split backwards too, and steps that add up."""
-    results = workers.run(steps_of, 4, wrap, schedules, deadline=DEADLINE)
+    results = workers.run(steps_of_all, 4, cases, deadline=DEADLINE)
     expected = plain_grads()
-    for name in results[0]:
-        for step in (0, 1):
-            for replica in (0, 1):
-                found = results[replica][name][step] | results[2 + replica][name][step]
-                assert found.keys() == expected.keys()
-                for parameter, grad in expected.items():
-                    torch.testing.assert_close(found[parameter], (step + 1) * grad, msg=f"{name}, {parameter}")
-                    assert torch.equal(found[parameter], (results[0][name][step] | results[2][name][step])[parameter])
+    for wrap, schedules in results[0].items():
+        for name in schedules:
+            by_rank = [result[wrap][name] for result in results]
+            for step in (0, 1):
+                for replica in (0, 1):
+                    found = by_rank[replica][step] | by_rank[2 + replica][step]
+                    assert found.keys() == expected.keys()
+                    for parameter, grad in expected.items():
+                        where = f"{wrap}, {name}, {parameter}"
+                        torch.testing.assert_close(found[parameter], (step + 1) * grad, msg=where)
+                        assert torch.equal(found[parameter], (by_rank[0][step] | by_rank[2][step])[parameter]), where
 
 
 def torchs_steps(wrap: Wrap) -> dict[str, list[dict[str, Any]]]:
@@ -260,18 +266,25 @@ def torchs_steps(wrap: Wrap) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp, wrap_replicate])
-def test_a15_a16_p125_under_torchs_schedules(workers: WorkerPool, wrap: Wrap) -> None:
-    """A15, A16, P095, P125: reduced once a step, whichever backward is the last one, and split ones too."""
-    results = workers.run(torchs_steps, 4, wrap, deadline=DEADLINE)
+def torchs_steps_of_all() -> dict[tuple[str, str], list[dict[str, Any]]]:
+    return {
+        (wrap.__name__, schedule): steps
+        for wrap in (wrap_ddp, wrap_fsdp, wrap_replicate)
+        for schedule, steps in torchs_steps(wrap).items()
+    }
+
+
+def test_a15_a16_p095_p125_under_torchs_schedules(workers: WorkerPool) -> None:
+    """Reduced once a step, whichever backward is the last one, and split ones too."""
+    results = workers.run(torchs_steps_of_all, 4, deadline=DEADLINE)
     expected = plain_grads()
-    for name, steps in results[0].items():
+    for case, steps in results[0].items():
         for step in range(len(steps)):
             for replica in (0, 1):
-                found = results[replica][name][step] | results[2 + replica][name][step]
+                found = results[replica][case][step] | results[2 + replica][case][step]
                 assert found.keys() == expected.keys()
                 for parameter, grad in expected.items():
-                    torch.testing.assert_close(found[parameter], grad, msg=f"{name}, {parameter}")
+                    torch.testing.assert_close(found[parameter], grad, msg=f"{case}, {parameter}")
 
 
 # DDP.
@@ -309,14 +322,16 @@ def reductions(schedule: Schedule) -> list[list[str]]:
     return steps
 
 
-@pytest.mark.parametrize("make", [one_f_one_b, zb_h1, backwards_reversed, mixed_backwards])
-def test_p099_p125_p126_one_reduction_a_step_after_the_last_backward(
-    workers: WorkerPool, make: Callable[..., Schedule]
-) -> None:
-    schedule = make(2, 8)
-    for rank, steps in enumerate(workers.run(reductions, 4, schedule, deadline=DEADLINE)):
-        own = [action.kind.value for action in schedule.actions[rank // 2] if action.kind is not Kind.F]
-        assert steps == [[*own, "reduce"]] * 3
+def test_p099_p125_p126_one_reduction_a_step_after_the_last_backward(workers: WorkerPool) -> None:
+    schedules = [make(2, 8) for make in (one_f_one_b, zb_h1, backwards_reversed, mixed_backwards)]
+
+    def all_reductions() -> list[list[list[str]]]:
+        return [reductions(schedule) for schedule in schedules]
+
+    for rank, found in enumerate(workers.run(all_reductions, 4, deadline=DEADLINE)):
+        for schedule, steps in zip(schedules, found, strict=True):
+            own = [action.kind.value for action in schedule.actions[rank // 2] if action.kind is not Kind.F]
+            assert steps == [[*own, "reduce"]] * 3, schedule.name
 
 
 def three_steps_two_without_sync() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -456,13 +471,11 @@ def collectives(note: Callable[[str], None]) -> Iterator[None]:
             setattr(dist, name, original)
 
 
-def traffic(
-    make: Callable[..., Schedule], **options: Any
-) -> tuple[list[dict[str, int]], tuple[Action, ...], list[bool]]:
+def traffic(make: Callable[[int, int], Schedule]) -> tuple[list[dict[str, int]], tuple[Action, ...], list[bool]]:
     """Collectives of the first and second step and of an evaluation, the rank's plan, and whether anything stays gathered."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     layers = build_layers()
-    executor = executor_on(mesh, wrap_fsdp_layers, make(2, 4, **options), layers)
+    executor = executor_on(mesh, wrap_fsdp_layers, make(2, 4), layers)
     inputs, target = own_half(mesh, executor)
     log: list[str] = []
     found = []
@@ -476,20 +489,22 @@ def traffic(
     return found, executor.plan.actions[rank], gathered
 
 
-@pytest.mark.parametrize(("make", "options"), [(one_f_one_b, {}), (zb_h1, {}), (zbv, {}), (looped_bfs, {})])
-def test_p123_parameters_are_gathered_and_gradients_reduced_where_the_plan_says(
-    workers: WorkerPool, make: Callable[..., Schedule], options: dict[str, int]
-) -> None:
+def test_p123_parameters_are_gathered_and_gradients_reduced_where_the_plan_says(workers: WorkerPool) -> None:
     """Each of a rank's two layers is gathered once and reduced once a step, and everything is freed at the end."""
-    for counts, plan, gathered in workers.run(traffic, 4, make, **options, deadline=DEADLINE):
-        assert counts[0] == counts[1] == {"gather": 2, "reduce": 2}
-        assert counts[2] == {"gather": 2}
-        assert not any(gathered)
-        for stage in {action.stage for action in plan}:
-            own = [a.kind for a in plan if a.stage == stage and (a.kind.is_compute or not a.kind.has_microbatch)]
-            assert own[0] is Kind.UNSHARD
-            assert own[-2:] == [Kind.REDUCE_GRAD, Kind.RESHARD]
-            assert all(kind.is_compute for kind in own[1:-2])
+
+    def all_traffic() -> list[Any]:
+        return [traffic(make) for make in (one_f_one_b, zb_h1, zbv, looped_bfs)]
+
+    for found in workers.run(all_traffic, 4, deadline=DEADLINE):
+        for counts, plan, gathered in found:
+            assert counts[0] == counts[1] == {"gather": 2, "reduce": 2}
+            assert counts[2] == {"gather": 2}
+            assert not any(gathered)
+            for stage in {action.stage for action in plan}:
+                own = [a.kind for a in plan if a.stage == stage and (a.kind.is_compute or not a.kind.has_microbatch)]
+                assert own[0] is Kind.UNSHARD
+                assert own[-2:] == [Kind.REDUCE_GRAD, Kind.RESHARD]
+                assert all(kind.is_compute for kind in own[1:-2])
 
 
 def first_steps() -> dict[str, Any]:
@@ -563,15 +578,16 @@ def some_schedules(wrap: Wrap) -> dict[str, dict[str, Any]]:
 
 def test_mixed_precision_and_frozen_parameters(workers: WorkerPool) -> None:
     expected = plain_grads()
-    mixed, frozen = (
-        workers.run(some_schedules, 4, wrap, deadline=DEADLINE) for wrap in (wrap_mixed, wrap_partly_frozen)
-    )
-    for rank in range(4):
-        for grads in mixed[rank].values():
+
+    def both() -> tuple[Any, Any]:
+        return some_schedules(wrap_mixed), some_schedules(wrap_partly_frozen)
+
+    for mixed, frozen in workers.run(both, 4, deadline=DEADLINE):
+        for grads in mixed.values():
             for parameter, grad in grads.items():
                 assert grad.dtype == torch.float32
                 torch.testing.assert_close(grad, expected[parameter], rtol=0.1, atol=0.02)
-        for grads in frozen[rank].values():
+        for grads in frozen.values():
             for parameter, grad in grads.items():
                 assert (grad is None) == (".up." in parameter)
                 if grad is not None:

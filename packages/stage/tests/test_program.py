@@ -455,5 +455,5 @@ def test_p140_memory_is_flat_over_200_steps() -> None:
             counts.append(tensors())
             with open("/proc/self/statm") as statm:
                 resident.append(int(statm.read().split()[1]) * 4096)
-    assert counts[1] == counts[0]
+    assert counts[1] <= counts[0]  # others may leave a tensor that goes meanwhile
     assert resident[1] - resident[0] < 8 * 2**20
