@@ -413,6 +413,43 @@ def test_p150_a_stage_that_raises_ends_every_rank_with_the_place_and_the_first_e
             assert "the user's own mistake" in str(errors[rank])
 
 
+class FailsOnce(nn.Module):
+    """A layer that raises in its third call, and never again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ZeroDivisionError("for once")
+        return self.layer(x)
+
+
+def test_p150_after_a_failure_the_same_stages_train_over_a_new_transport(threads: Threads) -> None:
+    """Nothing of the step that failed is left in them but what it added to gradients."""
+    layers = build_layers(3)
+    modules = [layers[0], FailsOnce(layers[1]), layers[2]]
+    stages = [PipelineStage(module, index, 3, "cpu") for index, module in enumerate(modules)]
+    x, y = batch(12)
+
+    def step(transport: Transport) -> None:
+        executor = Executor(stages[transport.rank], one_f_one_b(3, 4), functional.mse_loss, transport=transport)
+        executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None)
+
+    with pytest.raises(StageExecutionError, match="for once"):
+        threads(step, 3)
+    for module in modules:
+        module.zero_grad()
+    threads(step, 3)
+    model = nn.Sequential(*build_layers(3))
+    for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        (functional.mse_loss(model(part), target) / 4).backward()
+    found = [parameter.grad for module in modules for parameter in module.parameters()]
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, model.parameters(), strict=True))
+
+
 def refused_batch(transport: Transport, steps_before: int) -> list[str]:
     executor = Executor(
         stages_for(transport, Placement.loop(2, 2), build_layers()),
