@@ -21,10 +21,10 @@
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
 * ``torch.autograd.profiler._is_profiler_enabled`` (seen in 2.13): whether a profiler runs. Without it :func:`is_profiling`
   says no, and profiles show no ranges of a plan.
-* ``torch._subclasses.fake_tensor`` (seen in 2.13): tensors without data, and the errors of those who look for it. Without it there is
-  no :func:`stepwell_stage.split`.
-* ``torch.overrides._get_current_function_mode`` (seen in 2.13): which function mode sees an operation first. Without it there is no
-  :func:`stepwell_stage.split` either.
+* ``torch._subclasses.fake_tensor`` (seen in 2.13): tensors without data, and the errors of those who look for it. Without it
+  there is no :func:`stepwell_stage.split`.
+* ``torch.overrides._get_current_function_mode`` (seen in 2.13): which function mode sees an operation first. Without it there
+  is no :func:`stepwell_stage.split` either.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 

@@ -22,6 +22,8 @@ from ._data_parallel import find_data_parallel
 class StageProgram(Protocol):
     """The computation of one stage, as actions ask for it. Knows nothing of ranks, messages or schedules.
 
+    :func:`stepwell_stage.testing.check_stage_program` tries what is promised here on a program of yours.
+
     Microbatches are independent: several may be between their forward and their backward at once, in any order.
 
     A program may also have a method ``clear()``: it is called at the end of every step, also of one that failed, to let go of
@@ -56,10 +58,14 @@ class StageProgram(Protocol):
             microbatch: its number; its forward has run.
             kind: B for all of it, I for the inputs' gradients and what comes with them, W for the rest (``roots`` is empty then).
             roots: tensors to start from: outputs of :meth:`forward` that require grad, or a loss computed from them.
-            grads: the gradient of each root.
+            grads: the gradient of each root; None for one, where the root is a scalar.
 
         Returns:
-            For B and I one entry per received tensor: its gradient, or None where it has none. For W nothing.
+            For B and I one entry per received tensor: its gradient, or None where it has none; its ``.grad`` stays None. For W an
+            empty tuple.
+
+        Raises:
+            Exception: the part that has to run before has not, or it is no kind of backward.
         """
         ...
 
