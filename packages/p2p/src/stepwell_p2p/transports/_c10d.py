@@ -201,19 +201,19 @@ class C10dTransport:
                 leave(self._link, self.name)
 
     def _find_route(self, item: Send | Recv) -> _Route:
-        op = item.op
-        check_op(op, self.rank, self.size, is_send=isinstance(item, Send))
+        op, is_send = item.op, isinstance(item, Send)
+        check_op(op, self.rank, self.size, is_send=is_send)
         link = self._link
         if op.peer == self.rank or link is None:
-            route = _Route(None, 0, 0, 0, itertools.count())
+            route = _Route(None, 0, 0, 0, itertools.count(), is_send=is_send)
         else:
             tag = tag_of(op) if link.gloo else 0
             made = link.groups.get(self.policy.channel_of(op))
             if made is None or op.peer not in made.channel.ranks:  # no wire joins these ranks
-                route = _Route(self._group, op.peer, tag, -1, link.counts[op])
+                route = _Route(self._group, op.peer, tag, -1, link.counts[op], is_send=is_send)
             else:
                 number = list(link.groups).index(made.channel.name)
-                route = _Route(made.group, made.peer(op.peer), tag, number, link.counts[op])
+                route = _Route(made.group, made.peer(op.peer), tag, number, link.counts[op], is_send=is_send)
         self._routes[op] = route
         return route
 
@@ -242,19 +242,18 @@ class C10dTransport:
         for item in batch if len(batch) == 1 else sorted(batch, key=_is_send):
             op = item.op
             route = self._routes.get(op) or self._find_route(item)
-            channel = route.channel
-            if link is None or channel is None:
+            if link is None or route.channel is None:
                 self._post_own(item, handle)
                 continue
             if isinstance(item, Send):
-                tensor, start = self._outgoing(item), channel.send
+                tensor = self._outgoing(item)
                 tag = route.tag_for(tensor.shape, tensor.dtype)
             else:
                 tag = route.tag_for(item.meta.shape, item.meta.dtype)
-                tensor, start = self._incoming(item, route.pooled), channel.recv
+                tensor = self._incoming(item, route.pooled)
                 handle.received.append((item, tensor))
             try:
-                work = start([tensor], route.peer, tag)
+                work = route.start([tensor], route.peer, tag)
             except RuntimeError as error:  # the connection is broken already
                 raise link.failed(op, error, 0.0) from error
             handle.flights.append(Flight(op, work, tensor, next(route.counter)))
@@ -314,10 +313,13 @@ class Description:
 class _Route:
     """Where one op goes: resolved once, because the same ops come in every step; what its value looks like changes seldom."""
 
-    __slots__ = ("_dtype", "_shape", "_tag", "_tag_base", "channel", "counter", "number", "peer", "pooled")
+    __slots__ = ("_dtype", "_shape", "_tag", "_tag_base", "channel", "counter", "number", "peer", "pooled", "start")
 
-    def __init__(self, channel: Any, peer: int, tag_base: int, number: int, counter: Iterator[int]) -> None:
+    def __init__(
+        self, channel: Any, peer: int, tag_base: int, number: int, counter: Iterator[int], *, is_send: bool
+    ) -> None:
         self.channel = channel  # None: a message to oneself
+        self.start = None if channel is None else channel.send if is_send else channel.recv
         self.peer = peer
         self.number = number
         self.counter = counter  # shared by the transports of one link
