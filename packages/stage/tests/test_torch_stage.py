@@ -222,9 +222,9 @@ def with_ties() -> str:
 
 def test_p081_ties_are_refused_on_every_rank_before_torchs_schedules_run(workers: WorkerPool) -> None:
     for words in workers.run(with_ties, 2, deadline=40):
-        assert "stage 1 holds a tied parameter (embedding), and torch's schedules do not add up its gradients" in words
-        assert "stage 0 holds a tied parameter (shared)" in words
-        assert "run them with stepwell_stage.Executor" in words
+        assert "stage 1: parameters are tied (embedding), and torch's schedules do not add up their gradients" in words
+        assert "stage 0: parameters are tied (shared)" in words
+        assert "run the stages with stepwell_stage.Executor" in words
 
 
 def without_a_transport() -> None:

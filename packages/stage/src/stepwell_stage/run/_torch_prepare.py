@@ -199,8 +199,8 @@ class TorchPrepare:
         if not shared:
             return None
         return (
-            f"stage {self.stage_index} holds a tied parameter ({', '.join(shared)}), and torch's schedules do not add up its"
-            " gradients over the stages: run them with stepwell_stage.Executor, or tie nothing"
+            f"stage {self.stage_index}: parameters are tied ({', '.join(shared)}), and torch's schedules do not add up their"
+            " gradients over the stages: run the stages with stepwell_stage.Executor, or tie nothing"
         )
 
     def _hear(self, handed: Verdict | None, neighbour: int, kind: OpKind) -> Verdict:
