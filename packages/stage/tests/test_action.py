@@ -40,7 +40,7 @@ def test_text_both_ways(text: str, action: Action) -> None:
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_every_action_of_any_plan_is_read_back(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, custom=True)
     stages = range(schedule.placement.num_stages)
     for row in lower(schedule, random_links(rng, len(stages)), sharded=stages).actions:
         for action in row:

@@ -122,7 +122,7 @@ def test_our_plans_load_in_torch(tmp_path: Path, name: str, ours: Any, num_ranks
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_p153_round_trip(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, custom=True)
     links = random_links(rng, schedule.placement.num_stages)
     file = tmp_path_factory.mktemp("csv") / "random.csv"
     to_csv(schedule, file)

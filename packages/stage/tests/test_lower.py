@@ -158,7 +158,7 @@ def test_what_cannot_be_lowered(links: list[tuple[int, int]] | None, limits: dic
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_schedule_over_any_links_can_be_carried_out(seed: int, prefetch: int) -> None:
     rng = random.Random(seed)
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, custom=True)
     links = random_links(rng, schedule.placement.num_stages)
     stages = range(schedule.placement.num_stages)
     plan = lower(schedule, links, prefetch=prefetch, sharded=stages, reduced=stages if schedule.has_backward else ())

@@ -12,12 +12,13 @@ from ._action import Action, Kind
 from ._schedule import Schedule
 
 
-def random_schedule(rng: random.Random, *, backward: bool | None = None) -> Schedule:
+def random_schedule(rng: random.Random, *, backward: bool | None = None, custom: bool = False) -> Schedule:
     """A small legal schedule: random stages per rank, placement, order, splits and overlapped pairs.
 
     Args:
         rng: where it comes from.
         backward: whether it runs backward; either if not given.
+        custom: whether actions of the user's own stand between the others.
     """
     num_ranks, num_microbatches = rng.randint(1, 4), rng.randint(1, 4)
     owners = [*range(num_ranks), *(rng.randrange(num_ranks) for _ in range(rng.randint(0, 4)))]
@@ -40,6 +41,12 @@ def random_schedule(rng: random.Random, *, backward: bool | None = None) -> Sche
         if has_backward and before >= 0 and (turned or action.kind.is_backward):
             ready.append(Action(before, Kind.I if lots[before][microbatch] else Kind.B, microbatch))
     placement = Placement.custom(owners)
+    if custom:
+        for rank, row in enumerate(rows):
+            own = [stage for stage, owner in enumerate(owners) if owner == rank]
+            for _ in range(rng.randint(0, 3)):
+                microbatch = rng.choice([None, *range(num_microbatches)])
+                row.insert(rng.randint(0, len(row)), Action.custom(rng.choice(own), rng.choice("ab"), microbatch))
     with contextlib.suppress(ScheduleError):  # a pair waits for what either part needs, which may close a circle
         return Schedule("random", placement, num_microbatches, [_paired(row, rng) for row in rows])
     return Schedule("random", placement, num_microbatches, rows)
