@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,43 @@ def test_a_whole_model_is_cut_and_stays_tied() -> None:
         for name, grad in grads.items():
             torch.testing.assert_close(grad, model.get_parameter(name).grad)
     assert {name for _, grads in results for name in grads} >= {name for name, _ in model.named_parameters()}
+
+
+@dataclasses.dataclass
+class Normalised:
+    h: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.h = self.h / 2
+
+
+class Makes(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Normalised:
+        return Normalised(super().forward(x))
+
+
+class Takes(nn.Linear):
+    def forward(self, value: Normalised) -> torch.Tensor:
+        return super().forward(value.h)
+
+
+def test_a_dataclass_that_changes_its_fields_crosses_stages_as_it_is() -> None:
+    """Its ``__post_init__`` ran once more on the stage that received it: half the activation, another loss, no error."""
+    torch.manual_seed(0)
+    layers = [Makes(4, 4), Takes(4, 4)]
+
+    def main(world: stepwell.World) -> Any:
+        pipe = stepwell.pipeline(layers, world, loss_fn=functional.mse_loss, microbatches=1)
+        return pipe.step(X, target=Y).loss, [parameter.grad.clone() for parameter in pipe.parameters()]
+
+    results = stepwell.launch(main, ranks=2)
+    model = nn.Sequential(*layers)
+    model.zero_grad()
+    loss = functional.mse_loss(model(X), Y)
+    loss.backward()
+    assert [found for found, _ in results] == [loss.item()] * 2
+    grads = [grad for _, part in results for grad in part]
+    assert all(map(torch.equal, grads, [parameter.grad for parameter in model.parameters()]))
 
 
 def test_a_piece_may_be_a_function_called_only_where_it_runs() -> None:
