@@ -2,33 +2,86 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from stepwell_meta.testing import WorkerPool
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_text.py"
-SMALL = ["--steps", "12", "--layers", "3", "--width", "32", "--batch", "8", "--seq-len", "16", "--microbatches", "3"]
+SMALL = ["--steps", "12", "--layers", "6", "--width", "32", "--batch", "8", "--seq-len", "16", "--microbatches", "3"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100)
+def load(script: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("train_text", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize(("launcher", "schedule"), [("loopback", "zbv"), ("gloo", "1f1b"), ("shm", "1f1b")])
-def test_it_trains_and_checks_itself(launcher: str, schedule: str, tmp_path: Path) -> None:
+def run_here(script: Path, arguments: list[str]) -> tuple[object, str]:
+    """Exit code and output of the script, in this process, which has torch loaded already."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.setattr(sys, "argv", [str(script), *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            load(script).main()
+    return exit_.value.code, output.getvalue()
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
     text = tmp_path / "own.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 50)
-    result = run(*SMALL, "--layers", "6", "--launcher", launcher, "--schedule", schedule, "--text", str(text))
-    assert result.returncode == 0, result.stdout + result.stderr
-    flat = " ".join(result.stdout.split())
-    assert re.search(r"largest difference in loss 0, in gradients 0 .*: ok", flat), result.stdout
-    assert result.stdout.count("rank 3 |") == 2  # measured and predicted
+    return [*SMALL, "--text", str(text)]
+
+
+def check(output: str, last: int) -> None:
+    flat = " ".join(output.split())
+    assert re.search(r"largest difference in loss 0, in gradients 0 .*: ok", flat), output
+    assert output.count(f"rank {last} |") == 2  # measured and predicted
     assert "sample: The " in flat
-    first, last = map(float, re.search(r"loss ([\d.]+) in the first step, ([\d.]+) in the last", flat).groups())  # type: ignore[union-attr]
-    assert last < first - 1
+    first, final = map(float, re.search(r"loss ([\d.]+) in the first step, ([\d.]+) in the last", flat).groups())  # type: ignore[union-attr]
+    assert final < first - 1
+
+
+def test_it_trains_on_threads_and_checks_itself(arguments: list[str]) -> None:
+    code, output = run_here(SCRIPT, [*arguments, "--schedule", "zbv"])
+    assert code == 0
+    check(output, 3)
+
+
+def test_it_starts_processes_and_trains_on_gloo(arguments: list[str]) -> None:
+    """As a user starts it; two processes say as much about that as four."""
+    command = [sys.executable, str(SCRIPT), *arguments, "--launcher", "gloo", "--stages", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    check(result.stdout, 1)
+
+
+def as_torchrun_would(script: Path, arguments: list[str], run: str) -> tuple[object, str]:
+    """In one of four processes: with the variables that torchrun sets, and a transport that no layer knows of."""
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"RANK": dist.get_rank(), "WORLD_SIZE": 4, "MASTER_PORT": 0, "TORCHELASTIC_RUN_ID": run}
+        for name, value in names.items():
+            patch.setenv(name, str(value))
+        patch.setattr(sys, "path", [*sys.path])  # the script adds the transport's folder
+        return run_here(script, [*arguments, "--launcher", "shm"])
+
+
+def test_it_trains_over_shared_memory(arguments: list[str], workers: WorkerPool, tmp_path: Path) -> None:
+    results = workers.run(as_torchrun_would, 4, SCRIPT, arguments, tmp_path.parent.name + tmp_path.name, deadline=100.0)
+    assert [code for code, _ in results] == [0] * 4
+    check(results[3][1], 3)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +101,9 @@ def test_it_trains_and_checks_itself(launcher: str, schedule: str, tmp_path: Pat
 def test_wrong_options_get_a_sentence_and_exit_code_2(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("train_text", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     monkeypatch.setattr(sys, "argv", ["train_text.py", *arguments])
     with pytest.raises(SystemExit) as exit_:
-        module.main()
+        load(SCRIPT).main()
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert words in error
