@@ -7,6 +7,7 @@ environment is kept between runs, and made anew when what it should hold has cha
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -32,7 +33,7 @@ from packaging.version import Version
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "virtualenv"  # with pip: uv does not see a torch that is lent by a .pth
 nox.options.reuse_venv = "yes"  # _install() makes an environment anew where its requirements changed
-nox.options.sessions = ["lint", "types", "tests", "integration", "docs"]
+nox.options.sessions = ["lint", "types", "tests", "integration"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -79,6 +80,21 @@ class Layer:
         kinds = ("breaking", "deprecation", "feature", "fix")
         return [path for kind in kinds for path in (self.folder / "changelog.d").glob(f"*.{kind}.md")]
 
+    @property
+    def tests(self) -> str:
+        """Where its tests are, from the root."""
+        return str((self.folder / "tests").relative_to(ROOT))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that its wheel is made of."""
+        files = [self.folder / name for name in ("pyproject.toml", "README.md", "LICENSE")]
+        files += sorted((self.folder / "src").rglob("*.py"))
+        known = hashlib.sha256()
+        for path in filter(Path.exists, files):
+            known.update(f"{path.relative_to(self.folder)}\0".encode() + path.read_bytes() + b"\0")
+        return known.hexdigest()[:16]
+
     def provided(self, *extras: str) -> list[str]:
         """Those of the extras that this distribution has."""
         return [extra for extra in extras if extra in self.project["optional-dependencies"]]
@@ -108,6 +124,7 @@ def _closure(layer: Layer, everything: dict[str, Layer]) -> list[Layer]:
 EVERYTHING = _layers(ROOT)
 WHOLE = EVERYTHING["stepwell"]
 LAYERS = [name for name in EVERYTHING if name != WHOLE.name]
+EXAMPLES = [Layer(path.parent) for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 
 each_layer = nox.parametrize("layer", [nox.param(name, id=name) for name in LAYERS])
 each_distribution = nox.parametrize("layer", [nox.param(name, id=name) for name in EVERYTHING])
@@ -150,18 +167,20 @@ def _unpack(session: nox.Session, requirement: str) -> Path:
     return folder
 
 
-def _wheels(session: nox.Session, layers: Iterable[Layer]) -> list[Path]:
-    """Build the layers' wheels; without isolation, for flit_core needs nothing else and is quick."""
-    (backend,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    env = {"PYTHONPATH": str(_unpack(session, backend))}
-    wheels: list[Path] = []
-    for layer in layers:
-        out = Path(session.virtualenv.location, "wheels", layer.name)
-        shutil.rmtree(out, ignore_errors=True)
-        command = ["python", "-m", "flit_core.wheel", "--outdir", str(out), str(layer.folder)]
-        session.run_install(*command, env=env, silent=True, log=False)
-        wheels += out.glob("*.whl")
-    return wheels
+def _wheel(session: nox.Session, layer: Layer) -> Path:
+    """Build a wheel, once for all environments; without isolation, for flit_core needs nothing else and is quick."""
+    cache = session.cache_dir.resolve()
+    folder = cache / f"wheel-{layer.name}-{layer.digest}"
+    if not folder.is_dir():
+        (backend,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+        env = {"PYTHONPATH": str(_unpack(session, backend))}
+        with tempfile.TemporaryDirectory(dir=cache) as partial:
+            command = ["python", "-m", "flit_core.wheel", "--outdir", f"{partial}/it", str(layer.folder)]
+            session.run_install(*command, env=env, silent=True, log=False)
+            if not folder.is_dir():
+                os.rename(f"{partial}/it", folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def _renew(session: nox.Session, contents: object) -> None:
@@ -178,28 +197,44 @@ def _renew(session: nox.Session, contents: object) -> None:
 def _install(
     session: nox.Session,
     layers: Sequence[Layer],
-    *tools: str,
+    *options: str,
     extras: Sequence[str] = (),
     torch: str | None = None,
     constraints: Sequence[str] = (),
 ) -> None:
-    """Install the wheels of these layers, what they and the extras declare, and the lent torch."""
+    """Install the wheels of these layers, what they and the extras declare, and the lent torch; `options` are pip's.
+
+    An environment that holds just that already is left as it is: most of a short session was pip's time.
+    """
     torch = torch or _pinned_torch()
     declared = {layer.name: [str(one) for one in layer.requirements(*extras)] for layer in layers}
-    _renew(session, [torch, declared, tools, constraints])
+    _renew(session, [torch, declared, options, constraints])
     _lend(session, _unpack(session, torch))
-    wheels = _wheels(session, layers)
+    place = Path(session.virtualenv.location)
+    stamp, contents = place / "installed.json", json.dumps({layer.name: layer.digest for layer in layers})
+    if options or not stamp.exists() or stamp.read_text() != contents:
+        stamp.unlink(missing_ok=True)
+        _install_wheels(session, layers, [torch, *constraints], *options, extras=extras)
+        stamp.write_text(contents)
+    _check_installed(session, [layer for layer in layers if layer not in EXAMPLES])
 
-    limits = Path(session.virtualenv.location, "constraints.txt")
-    limits.write_text("\n".join([torch, *constraints]))
+
+def _install_wheels(
+    session: nox.Session, layers: Sequence[Layer], limits: Sequence[str], *options: str, extras: Sequence[str]
+) -> None:
+    constraints = Path(session.virtualenv.location, "constraints.txt")
+    constraints.write_text("\n".join(limits))
     # pip keeps an installed wheel of the same version, so ours go first: what is tested is what was built just now.
-    session.run_install("python", "-m", "pip", "uninstall", "-qqy", *(layer.distribution for layer in layers))
-    brackets = [layer.provided(*extras) for layer in layers]
-    wanted = [
-        f"{wheel}[{','.join(ones)}]" if ones else str(wheel) for wheel, ones in zip(wheels, brackets, strict=True)
-    ]
-    session.install("-c", str(limits), *wanted, *tools)
-    _check_installed(session, layers)
+    folder = _purelib(session)
+    old = [layer.distribution for layer in layers if [*folder.glob(f"{layer.module}-*.dist-info")]]
+    if old:
+        session.run_install("python", "-m", "pip", "uninstall", "-qqy", *old)
+    wanted = []
+    for layer in layers:
+        names = layer.provided(*extras)
+        wanted.append(f"{_wheel(session, layer)}[{','.join(names)}]")
+    # Python compiles what the tests import, which is a part of it.
+    session.install("--no-compile", "-c", str(constraints), *wanted, *options)
 
 
 def _lend(session: nox.Session, folder: Path) -> None:
@@ -273,7 +308,7 @@ def types(session: nox.Session) -> None:
     third_party = sorted(line for line in declared if not line.startswith("stepwell"))
     _renew(session, [_pinned_torch(), third_party])
     _lend(session, _unpack(session, _pinned_torch()))
-    session.install("-c", str(CONSTRAINTS), _tool("mypy"), _tool("nox"), *third_party)
+    session.install("--no-compile", "-c", str(CONSTRAINTS), _tool("mypy"), _tool("nox"), *third_party)
     sources = [str(layer.folder / "src") for layer in EVERYTHING.values()]
     # A cache of its own: an editor's mypy sees torch elsewhere, and each would throw away the other's work.
     session.run("mypy", "--cache-dir", str(session.cache_dir / "mypy"), *sources, "noxfile.py")
@@ -282,26 +317,28 @@ def types(session: nox.Session) -> None:
 @nox.session
 @each_layer
 def tests(session: nox.Session, layer: str) -> None:
-    """Test one layer with what it and its extras declare; arguments behind `--` are pytest's."""
-    _install(session, _closure(EVERYTHING[layer], EVERYTHING), extras=ALL_EXTRAS)
-    session.run("pytest", f"packages/{layer}/tests", *session.posargs)
+    """Test one layer with what it and its extras declare, and the examples that stand on it; `--` for pytest's arguments."""
+    closure = _closure(EVERYTHING[layer], EVERYTHING)
+    examples = [one for one in EXAMPLES if _closure(one, EVERYTHING)[:-1] == closure]
+    _install(session, [*closure, *examples], extras=ALL_EXTRAS)
+    session.run("pytest", *(one.tests for one in (EVERYTHING[layer], *examples)), *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Test the joints between the layers, and the rules that they share."""
+    """Test the joints between the layers, the rules that they share, and the code on every page and in docstrings."""
     _install(session, [*EVERYTHING.values()], extras=ALL_EXTRAS)
-    session.run("pytest", "tests", "--ignore=tests/test_docs.py", *session.posargs)
+    session.run("pytest", "tests", *session.posargs)
+
+
+# -- on request ------------------------------------------------------------------------------------------------------
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run the code in every README, in docs/*.md and in docstrings."""
+    """Run the code on every page and in docstrings alone, which is a part of integration."""
     _install(session, [*EVERYTHING.values()], extras=ALL_EXTRAS)
     session.run("pytest", "tests/test_docs.py", *session.posargs)
-
-
-# -- on request ------------------------------------------------------------------------------------------------------
 
 
 @nox.session
@@ -378,7 +415,8 @@ def _accelerated(session: nox.Session, device: str, otherwise: str) -> None:
     _install(session, [*EVERYTHING.values()], extras=[*ALL_EXTRAS, *(["npu"] if device == "npu" else [])])
     if _ask(session, "import torch; print(torch.accelerator.current_accelerator(check_available=True))") != device:
         session.error(otherwise)
-    session.run("pytest", "-m", device, "packages", "tests", *session.posargs)
+    mark = "gpu" if device == "cuda" else device
+    session.run("pytest", "-m", mark, "packages", "tests", *session.posargs)
 
 
 # -- releases --------------------------------------------------------------------------------------------------------
