@@ -367,6 +367,30 @@ def test_copies_that_nothing_keeps_equal_are_an_error_on_every_rank(threads: Thr
     assert all("call tie(executor, split.tied) before the first step" in words for words in threads(run, 3))
 
 
+class Long(nn.Module):
+    """Has a loop that is not over layers, and longer than any that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        count = 0
+        for _ in range(100_001):
+            count += 1
+        return self.second(x) * count
+
+
+def test_a_long_loop_stays_whole() -> None:
+    """It was read up to its hundred-thousandth turn, and the last one was lost."""
+    model = initialise(Long())
+    first, second = (split_sequential(model, 2).module(stage) for stage in range(2))
+    x = torch.ones(1, 2)
+    values = first(x)
+    assert torch.equal(second(*values) if isinstance(values, tuple) else second(values), model(x))
+
+
 def test_a_layer_used_twice_is_tied_to_itself() -> None:
     """The head takes the embedding's own weight, and one block runs twice."""
     split = split_sequential(Reused(), boundaries=[2, 4])

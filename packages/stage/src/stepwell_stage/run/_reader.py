@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -198,11 +199,10 @@ class _Reader:
                 return None
         try:
             code = compile_tree(ast.fix_missing_locations(ast.Expression(expression)), "<loop>", "eval")
-            items = list(zip(range(_MOST_STEPS), eval(code, {"__builtins__": {}}, self._scope()), strict=False))
+            items = list(itertools.islice(eval(code, {"__builtins__": {}}, self._scope()), _MOST_STEPS + 1))
         except Exception:  # not something to go over as it is written: leave it to the run
             return None
-        found = [item for _, item in items]
-        return found if all(self._is_simple(item) for item in found) else None
+        return items if len(items) <= _MOST_STEPS and all(self._is_simple(item) for item in items) else None
 
     def _scope(self) -> dict[str, Any]:
         return {**_BUILTINS, **self._values, self.self_name: self.model}
