@@ -51,8 +51,8 @@ def test_every_size_is_legal_and_complete(
     kinds = {leaf.kind for row in schedule.actions for action in row for leaf in action.leaves}
     if name in SPLIT:
         assert kinds == {Kind.F, Kind.I, Kind.W}
-    elif name == "dualpipe-v":
-        assert {Kind.F, Kind.B} <= kinds | {Kind.B}
+    elif name == "dualpipe-v":  # splits some backwards, or all, or none where there are too few
+        assert kinds in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}, {Kind.F, Kind.B, Kind.I, Kind.W})
     else:
         assert kinds == {Kind.F, Kind.B}
 
