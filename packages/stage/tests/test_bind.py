@@ -30,7 +30,7 @@ from stepwell_stage import (
     simulate,
     to_svg,
 )
-from stepwell_stage.exceptions import ScheduleError, StageUsageError
+from stepwell_stage.exceptions import ScheduleError, StageExecutionError, StageUsageError
 from stepwell_stage.run import _bind
 from stepwell_stage.schedules import custom, dualpipe_v, from_csv, one_f_one_b, to_csv, zb_h1
 
@@ -270,3 +270,27 @@ def test_without_any_the_calls_are_the_stages_own_methods() -> None:
     watched = executor_of(transport, one_f_one_b(1, 2), around_action=[lambda action: contextlib.nullcontext()])
     assert not any(hasattr(call, "__self__") for call, _ in watched._train._now.calls)
     assert set(_bind.METHODS) | {Kind.OVERLAP, Kind.CUSTOM} == set(Kind)
+
+
+def test_an_error_in_a_handler_is_told_with_its_action() -> None:
+    def fail(call: ActionCall) -> None:
+        raise ZeroDivisionError("the handler's own")
+
+    executor = executor_of(LoopbackFabric(1).transport(0), custom("0F0 0{note}0 0B0"), handlers={"note": fail})
+    with pytest.raises(StageExecutionError, match=r"action 0\{note\}0: ZeroDivisionError: the handler's own") as caught:
+        step(executor)
+    assert (caught.value.stage, caught.value.microbatch, caught.value.action) == (0, 0, "0{note}0")
+
+
+def test_handlers_of_forwards_run_in_evaluation_too() -> None:
+    seen: list[str] = []
+
+    def forward(call: ActionCall) -> None:
+        seen.append(str(call.action))
+        call.run()
+
+    executor = executor_of(LoopbackFabric(1).transport(0), one_f_one_b(1, 4), handlers={Kind.F: forward})
+    executor.eval(batch(2)[0])  # fewer samples than microbatches: so many forwards
+    assert seen == ["0F0", "0F1"]
+    step(executor)
+    assert seen[2:] == ["0F0", "0F1", "0F2", "0F3"]
