@@ -369,6 +369,36 @@ def test_optimizers_that_do_not_fit_are_named() -> None:
         optimizer_state_dict(stage, optimizer, to=0)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), weight_decay=0.5),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.5),
+    ],
+)
+def test_the_state_of_an_optimizer_that_took_no_step_is_that_before_its_first(make: Any) -> None:
+    """Weight decay got into the averages: training that was saved before its first step went on otherwise."""
+
+    def steps(resumes: bool) -> torch.Tensor:
+        module = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(module.weight)
+        stage = PipelineStage(module, 0, 1, "cpu")
+        optimizer = make(module.parameters())
+        if resumes:
+            state = optimizer_state_dict(stage, optimizer)
+            assert not optimizer.state
+            assert all(not value.any() for name, value in state.items() if name.startswith("state.weight."))
+            load_optimizer_state_dict(stage, optimizer, state)
+            assert optimizer.param_groups[0]["weight_decay"] == 0.5
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(torch.tensor([[1.0, 2.0]])).sum().backward()
+            optimizer.step()
+        return module.weight.detach()
+
+    assert torch.equal(steps(True), steps(False))
+
+
 def test_wrappers_leave_no_trace_in_names() -> None:
     """torch.compile and activation checkpointing wrap modules; names are those of the model."""
     module = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2))

@@ -307,8 +307,8 @@ def _several(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
 def _initialised(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Meanwhile parameters that have no state yet have that of one before its first step.
 
-    The optimizer makes it: a step with zero gradients and a learning rate of 0 changes no parameter. Then the count of steps is
-    taken back.
+    The optimizer makes it: a step with zero gradients, a learning rate of 0 and no weight decay, which some optimizers add to the
+    gradient, changes no parameter and gathers nothing. Then the count of steps is taken back.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     new = [parameter for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)]
@@ -316,22 +316,23 @@ def _initialised(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     grads = [parameter.grad for parameter in parameters]
-    rates = [group.get("lr") for group in optimizer.param_groups]
+    options = [
+        {name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups
+    ]
     try:
         for parameter in parameters:
             parameter.grad = None
         for parameter in new:
             parameter.grad = torch.zeros_like(parameter)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        for group, known in zip(optimizer.param_groups, options, strict=True):
+            for name, value in known.items():
+                group[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
         optimizer.step()
     finally:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+        for group, known in zip(optimizer.param_groups, options, strict=True):
+            group.update(known)
     for parameter in new:
         steps = optimizer.state[parameter].get("step")
         if steps is not None:
