@@ -72,16 +72,7 @@ def _dim_0(leaf: Any) -> int | None:
 
 @attrs.frozen
 class Batch:
-    """What a rank was given for a step: whole, to be cut, or cut by the caller.
-
-    Attributes:
-        args: positional inputs.
-        kwargs: keyword inputs.
-        target: targets.
-        arg_mbs: instead of ``args``, the positional inputs of each microbatch.
-        kwarg_mbs: keyword inputs of each microbatch, beside those in ``kwargs``, which are cut.
-        target_mbs: instead of ``target``, the target of each microbatch.
-    """
+    """What a rank was given for a step: whole, to be cut, or cut by the caller. The arguments of :meth:`Executor.step`, as there."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
