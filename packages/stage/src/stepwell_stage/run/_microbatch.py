@@ -72,7 +72,7 @@ def _dim_0(leaf: Any) -> int | None:
 
 @attrs.frozen
 class Batch:
-    """What a rank was given for a step: whole, to be cut, or cut by the caller. The arguments of :meth:`Executor.step`, as there."""
+    """What a rank was given for a step: whole, to be cut, or cut by the caller; see the arguments of :meth:`Executor.step`."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
