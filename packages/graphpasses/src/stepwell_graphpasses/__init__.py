@@ -8,6 +8,7 @@ from ._graph import JointGraph
 from ._pass import GraphPass, PassContext, PassContract
 from ._pipeline import PassPipeline, PassReport
 from ._plan import ParallelPlan, ResolvedPlan, shard
+from ._program import GraphProgram
 from ._stages import automatic_owners, planned_owners
 from ._table import Layout, Parameter, ParameterTable
 from ._trace import trace
@@ -42,6 +43,7 @@ __all__ = [
     "DeadCollectivePass",
     "GraphCompiler",
     "GraphPass",
+    "GraphProgram",
     "JointGraph",
     "Layout",
     "OverlapPass",

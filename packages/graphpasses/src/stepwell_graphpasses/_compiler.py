@@ -126,7 +126,7 @@ class GraphCompiler:
         self.model = model
         self.train_fn = train_fn
         self.plan = plan if plan is not None else ParallelPlan().shard("**")
-        self.topology, self.config = _topology(config or PassConfig(), mesh)
+        self.topology, self.config = resolve_topology(config or PassConfig(), mesh)
         self.device = _device(model, device, self.topology)
         self.reports: tuple[PassReport, ...] = ()
         self.specialization_stats = SpecializationStats()
@@ -452,7 +452,7 @@ class GraphCompiler:
         return executable(live.values(), live.buffer_values(joint.buffers), flat, carried)
 
 
-def _topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopology | None, PassConfig]:
+def resolve_topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopology | None, PassConfig]:
     """The axes in effect (None with one rank), and the configuration with the degrees filled in."""
     compat.forget_meshes()
     pp_size = config.pp_degree or (2 if config.pp_enabled else 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,12 +46,12 @@ class Scopes:
             for handle in handles:
                 handle.remove()
 
-    def start_backward(self, loss: torch.Tensor) -> None:
-        """Follow the autograd nodes behind ``loss`` from here on."""
+    def start_backward(self, roots: Sequence[torch.Tensor]) -> None:
+        """Follow the autograd nodes behind ``roots`` from here on."""
         graph = compat.current_graph()
         self.backward_start = 0 if graph is None else len(graph.nodes)
         seen: set[Any] = set()
-        waiting = [loss.grad_fn]
+        waiting = [root.grad_fn for root in roots]
         owners = _Steps(self._autograd_marks)
         while waiting:
             node = waiting.pop()

@@ -61,6 +61,34 @@ def trace(
         CaptureError: the step cannot be captured; names the user's line where one is to blame.
     """
     dims = DynamicDims(dynamic, tuple((name, tuple(values)) for name, values in (dynamic_arg_dims or {}).items()))
+    return capture(
+        model,
+        train_fn,
+        inputs,
+        make_step=Step,
+        backward=backward,
+        dims=dims,
+        param_dtype=param_dtype,
+        cast_inputs_of=cast_inputs_of,
+        device=device,
+        table=table,
+    )
+
+
+def capture(
+    model: nn.Module,
+    train_fn: TrainFn,
+    inputs: Mapping[str, Any],
+    *,
+    make_step: type[Step],
+    backward: bool,
+    dims: DynamicDims,
+    param_dtype: torch.dtype | None,
+    cast_inputs_of: Collection[str],
+    device: torch.device | str | None,
+    table: ParameterTable | None,
+) -> JointGraph:
+    """The graph of what ``make_step`` makes of a model and its train function; see :func:`trace`."""
     env = compat.ShapeEnv(
         duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, specialize_zero_one=True
     )
@@ -69,7 +97,7 @@ def trace(
     target = torch.device(device) if device is not None else _device_of(model)
     faked = fake_inputs(inputs, mode, dims)
     buffers = names_by_tensor(list(model.named_buffers(remove_duplicate=False)))
-    step = _Step(model, train_fn, table, [names for _, names in buffers], faked, backward=backward)
+    step = make_step(model, train_fn, table, [names for _, names in buffers], faked, backward=backward)
     with mode, _untouched(model):
         parameters = [
             torch.empty(p.shape, dtype=p.compute_dtype, device=target, requires_grad=p.trainable and backward)
@@ -80,7 +108,7 @@ def trace(
             for b, _ in buffers
         ]
         with casting(model, cast_inputs_of, param_dtype), step.scopes.watch(model):
-            module = _capture(step, [*parameters, *fake_buffers, *faked.tensors])
+            module = _run(step, [*parameters, *fake_buffers, *faked.tensors])
     _name_placeholders(module, table, buffers, faked)
     step.scopes.annotate(module.graph)
     adopt_owners(module.graph)
@@ -94,6 +122,7 @@ def trace(
         import attrs
 
         guards = attrs.evolve(guards, relations=size_relations(env, faked.symbols, dims))
+    step.finish(module.graph, mode)
     module.graph.lint()
     return JointGraph(
         graph=module.graph,
@@ -104,13 +133,14 @@ def trace(
         losses=step.losses,
         gradients=step.gradients,
         mode=mode,
+        extra_inputs=step.extra_inputs,
         containers=frozenset(
             name for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         ),
     )
 
 
-class _Step(nn.Module):
+class Step(nn.Module):
     """The function that is traced. A module that holds the model, so that parameters and buffers can be swapped for inputs."""
 
     def __init__(
@@ -133,6 +163,7 @@ class _Step(nn.Module):
         self.scopes = Scopes()
         self.losses: tuple[tuple[str, Any], ...] = ()
         self.gradients: tuple[str, ...] = ()
+        self.extra_inputs: tuple[str, ...] = ()
 
     def run(self, *flat: torch.Tensor) -> tuple[Any, ...]:
         """The step on flat inputs; what is returned becomes the graph's outputs."""
@@ -152,9 +183,15 @@ class _Step(nn.Module):
                 )
         leaves = iter(flat[len(self.table) + len(self.buffer_names) :])
         inputs = compat.tree_map_tensors(lambda _: next(leaves), self.faked.tree)
+        return self.outputs(parameters, inputs, values)
+
+    def outputs(
+        self, parameters: Sequence[torch.Tensor], inputs: dict[str, Any], values: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """Run the train function and take gradients."""
         with nullcontext() if self.backward else torch.no_grad():
             loss, named = as_losses(self.train_fn(self.model, **inputs))
-        self._write_replaced_buffers(values)
+        self.write_replaced_buffers(values)
         self.losses = tuple((name, None if isinstance(v, torch.Tensor) else v) for name, v in named.items())
         outputs = (loss.detach(), *(v.detach() for v in named.values() if isinstance(v, torch.Tensor)))
         if not self.backward:
@@ -166,13 +203,16 @@ class _Step(nn.Module):
             )
         if not loss.requires_grad:
             raise CaptureError("the loss does not depend on any trainable parameter")
-        self.scopes.start_backward(loss)
+        self.scopes.start_backward([loss])
         gradients = torch.autograd.grad(loss, [t for _, t in wanted], allow_unused=True)
         found = [(p.name, g) for (p, _), g in zip(wanted, gradients, strict=True) if g is not None]
         self.gradients = tuple(name for name, _ in found)
         return (*outputs, *(g for _, g in found))
 
-    def _write_replaced_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+    def finish(self, graph: fx.Graph, mode: compat.ExampleMode) -> None:
+        """A last word about the captured graph."""
+
+    def write_replaced_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
         """A buffer that the model replaced (``self.count = self.count + 1``) is written into the one that came in."""
         for names in self.buffer_names:
             module_name, _, attribute = names[0].rpartition(".")
@@ -238,7 +278,7 @@ def as_losses(result: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return loss.reshape(()), named
 
 
-def _capture(step: _Step, flat: Sequence[torch.Tensor]) -> fx.GraphModule:
+def _run(step: Step, flat: Sequence[torch.Tensor]) -> fx.GraphModule:
     try:
         with compat.enable_python_dispatcher(), _without_onednn():
             return compat.make_fx(step.run)(*flat)

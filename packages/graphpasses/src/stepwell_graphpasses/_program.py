@@ -1,0 +1,403 @@
+"""One stage of a pipeline as graphs: what an executor asks of a stage, with graph data parallelism inside.
+
+A stage is captured once for each shape of microbatch, and cut into the pieces that actions name::
+
+    unshard → forward → backward_input (I) → backward_weight (W) → reduce
+                        └────────── backward (B) ─────────┘
+
+Gradients stay whole, and in the dtype of reductions, until all microbatches have run; then each is reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx, nn
+
+from . import _compat as compat
+from ._codegen import compile_graph
+from ._collectives import comm_of
+from ._compiler import resolve_topology
+from ._config import PassConfig
+from ._graph import JointGraph, phase_of
+from ._inputs import InputGuards
+from ._live import LiveModel
+from ._pass import GraphPass, PassContext
+from ._pipeline import PassPipeline
+from ._plan import ParallelPlan
+from ._signature import agree, signature
+from ._table import parameter_table, plan_layouts
+from ._trace_stage import StageStep, trace_stage
+from ._variants import FULL, NONE, Variant
+from .exceptions import GradientError
+from .passes import BucketPass, DataParallelPass, DeadCollectivePass, OverlapPass, RematPass
+from .passes._split import Piece, pieces
+
+
+@attrs.frozen(eq=False)
+class _Ready:
+    """A piece that can be called."""
+
+    piece: Piece
+    run: Callable[[list[Any]], tuple[Any, ...]]
+
+    def __call__(self, known: dict[str, Any]) -> None:
+        """Add the piece's outputs to the values it takes its inputs from."""
+        with torch.no_grad(), compat.below_autograd():
+            found = self.run([known[name] for name in self.piece.inputs])
+        known.update(zip(self.piece.outputs, found, strict=True))
+
+
+@attrs.define(eq=False)
+class _Capture:
+    """The pieces for microbatches of one shape. Mutable: it holds the whole parameters between unshard and reshard."""
+
+    key: tuple[Any, ...]
+    joint: JointGraph
+    step: StageStep
+    pieces: dict[str, _Ready]
+    whole: dict[str, Any] | None = None
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of all inputs: parameters, buffers, tensors, gradients of outputs."""
+        return [node.name for node in self.joint.placeholders]
+
+    @property
+    def seeds(self) -> list[str]:
+        """Names of the inputs that take the gradients of outputs."""
+        return self.inputs[len(self.joint.placeholders) - len(self.joint.extra_inputs) :]
+
+    def run(self, kind: str, known: dict[str, Any]) -> None:
+        """Run a piece, where the stage has it."""
+        if kind in self.pieces:
+            self.pieces[kind](known)
+
+    def reads(self, *kinds: str) -> set[str]:
+        """Names of the values that pieces take."""
+        return {name for kind in kinds if kind in self.pieces for name in self.pieces[kind].piece.inputs}
+
+    def named(self, kind: str) -> dict[int, fx.Node]:
+        """The nodes of outputs (``out``) or of gradients of inputs (``grad``), by index."""
+        pairs = zip((name for name, _ in self.joint.losses), self.joint.outputs[1:], strict=False)
+        return {int(name.partition(".")[2]): node for name, node in pairs if name.startswith(kind)}
+
+    def value(self, node: fx.Node, known: Mapping[str, Any]) -> torch.Tensor:
+        """The value of an output node."""
+        found = getattr(self.joint.root, str(node.target)) if node.op == "get_attr" else known[node.name]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+@attrs.define(eq=False)
+class _Flight:
+    """A microbatch between its forward and the end of its backward.
+
+    Attributes:
+        capture: its pieces.
+        known: the values that its backward reads.
+        outputs: its outputs that require grad.
+        places: for each received tensor its index among the tensor inputs; None where it wants no gradient.
+    """
+
+    capture: _Capture
+    known: dict[str, Any]
+    outputs: list[torch.Tensor]
+    places: list[int | None]
+
+
+class GraphProgram:
+    """Runs one stage of a pipeline as graphs; give it to a stage in place of its module.
+
+    It has the five methods of stepwell-stage's ``StageProgram``. The module's parameters become this rank's shards at the first
+    forward, on all data-parallel ranks together. Mutable: it holds what microbatches under way need.
+
+    Example::
+
+        stage = PipelineStage(GraphProgram(module), stage_index, num_stages, "cpu")
+
+    Args:
+        module: the stage's module.
+        config: how its parameters are sharded and reduced, over the ranks of ``mesh``.
+        plan: which parameters to shard; None: all.
+        mesh: the axes of data parallelism (a part of the whole mesh: this stage's ranks); None: this rank alone.
+
+    Raises:
+        GraphUsageError: configuration or plan is wrong.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: PassConfig | None = None,
+        plan: ParallelPlan | None = None,
+        *,
+        mesh: Any = None,
+    ) -> None:
+        self.module = module
+        config = config or PassConfig()
+        self._topology, self.config = (None, config) if mesh is None else resolve_topology(config, mesh)
+        self.plan = plan if plan is not None else ParallelPlan().shard("**")
+        self._live: LiveModel | None = None
+        self._captures: list[_Capture] = []
+        self._flights: dict[int, _Flight] = {}
+        self._left: dict[int, _Flight | None] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._reducers: dict[tuple[str, ...], Callable[[list[Any]], tuple[Any, ...]]] = {}
+
+    def forward(
+        self,
+        microbatch: int,
+        received: Sequence[torch.Tensor],
+        call: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], Mapping[str, Any]]],
+    ) -> Any:
+        """Run a microbatch forward and keep what its backward needs, if gradients are enabled.
+
+        Args:
+            microbatch: its number.
+            received: the tensors from earlier stages; gradients of those that require grad are given by :meth:`backward`.
+            call: makes the arguments from the received tensors.
+
+        Returns:
+            The outputs, in the module's structure.
+
+        Raises:
+            CaptureError: the stage cannot be captured; names the line.
+        """
+        args, kwargs = call(received)
+        backward = torch.is_grad_enabled()
+        inputs = {"args": args, "kwargs": dict(kwargs)}
+        tensors = [leaf for leaf in compat.pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        where = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+        places = [where.get(id(tensor)) if backward and tensor.requires_grad else None for tensor in received]
+        capture = self._captured(inputs, tuple(place for place in places if place is not None), backward=backward)
+        self._gather(capture)
+        known = dict(capture.whole or {})
+        known |= zip(capture.inputs, self._values(capture, tensors), strict=False)
+        capture.run("forward", known)
+        results = [capture.value(node, known).detach() for node in capture.named("out").values()]
+        if backward:
+            outputs = [results[index].requires_grad_() for index in capture.step.differentiable]
+            read = capture.reads("backward_input", "backward_weight")
+            kept = {name: value for name, value in known.items() if name in read}
+            self._flights[microbatch] = _Flight(capture, kept, outputs, places)
+        return capture.step.structure.rebuild(results)
+
+    def backward(
+        self, microbatch: int, kind: Any, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run the backward of a microbatch, or a part of it.
+
+        Args:
+            microbatch: its number; its forward has run.
+            kind: B for all of it, I for the gradients of what was received, W for those of parameters.
+            roots: what to start from: outputs of :meth:`forward`, or a loss computed from them.
+            grads: the gradient of each root.
+
+        Returns:
+            For B and I one gradient, or None, for each received tensor; for W nothing. An output that no root depends on counts
+            with a gradient of zeros.
+
+        Raises:
+            GradientError: the part before has not run, or the kind is no backward.
+        """
+        name = str(getattr(kind, "value", kind))
+        if name == "W":
+            if microbatch not in self._left:
+                raise GradientError(f"W of microbatch {microbatch} needs its I first")
+            self._weights(self._left.pop(microbatch))
+            return ()
+        if name not in ("B", "I"):
+            raise GradientError(f"a backward is B, I or W, got {name}")
+        if microbatch not in self._flights:
+            raise GradientError(f"{name} of microbatch {microbatch} needs its F first")
+        flight = self._flights.pop(microbatch)
+        found: tuple[torch.Tensor | None, ...] = (None,) * len(flight.places)
+        started = self._start(flight, roots, grads)
+        if started:
+            found = self._inputs(flight)
+        flight.outputs.clear()
+        if name == "B":
+            self._weights(flight if started else None)
+        else:
+            self._left[microbatch] = flight if started else None
+        return found
+
+    def unshard(self) -> None:
+        """Gather the whole parameters; for shapes of microbatches that are yet unknown, at their first forward."""
+        for capture in self._captures:
+            if capture.key[0]:
+                self._gather(capture)
+
+    def reshard(self) -> None:
+        """Let go of the whole parameters."""
+        for capture in self._captures:
+            capture.whole = None
+
+    def reduce_grads(self) -> None:
+        """Reduce the gradients of all microbatches since the last time, and add them to the parameters' ``.grad``."""
+        if not self._gradients:
+            return
+        live = self._live
+        assert live is not None
+        names = tuple(name for name in live.table.names if name in self._gradients)
+        if names not in self._reducers:
+            self._reducers[names] = self._reducer(live, names)
+        gradients, self._gradients = self._gradients, {}
+        with torch.no_grad(), compat.below_autograd():
+            found = self._reducers[names]([*live.values(), *(gradients[name] for name in names)])
+        live.accumulate(dict(zip(names, found[1:], strict=True)))
+
+    def clear(self) -> None:
+        """Forget microbatches that were begun, and gradients that were not reduced: after a step that failed."""
+        self._flights.clear()
+        self._left.clear()
+        self._gradients.clear()
+        self.reshard()
+
+    def _captured(self, inputs: Mapping[str, Any], received: tuple[int, ...], *, backward: bool) -> _Capture:
+        """The pieces for such inputs; made, by all data-parallel ranks together, where there are none yet."""
+        live = self._live or self._lay_out()
+        trainable = live.trainable()
+        training = tuple(module.training for module in live.modules)
+        key = (backward, received, training, tuple(trainable.values()))
+        for capture in self._captures:
+            if capture.key == key and capture.joint.guards.accepts(inputs):
+                return capture
+        error: Exception | None = None
+        entries: tuple[Any, ...] = ()
+        try:
+            joint, step = trace_stage(
+                self.module,
+                inputs["args"],
+                inputs["kwargs"],
+                received,
+                backward=backward,
+                table=live.table.with_trainable(trainable),
+                param_dtype=self.config.param_dtype,
+                cast_inputs_of=[layout.unit for layout in live.layouts.values()],
+                device=live.device,
+            )
+            passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
+            joint = self._passed(live, joint, NONE, passes)
+            capture = _Capture(key, joint, step, _cut(joint))
+            entries = signature(joint)
+        except Exception as problem:
+            error = problem
+        agree(self._topology, error, entries)
+        if self._live is None:
+            live.commit(None)
+            self._live = live
+        self._captures.append(capture)
+        return capture
+
+    def _lay_out(self) -> LiveModel:
+        table = parameter_table(self.module, param_dtype=self.config.param_dtype)
+        degree = 1 if self._topology is None else self._topology.degrees.shard
+        modules = [name for name, _ in self.module.named_modules()]
+        layouts = plan_layouts(table, self.plan, self.config, degree=degree, modules=modules) if len(table) else {}
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return LiveModel(
+            self.module, table, layouts, self._topology, tensors[0].device if tensors else torch.device("cpu")
+        )
+
+    def _passed(self, live: LiveModel, joint: JointGraph, variant: Variant, passes: Sequence[GraphPass]) -> JointGraph:
+        if self.config.bucket_by != "none":
+            passes = [*passes, BucketPass()]
+        context = PassContext(self.config, self._topology, dict(live.layouts), variant)
+        return PassPipeline([*passes, OverlapPass()]).run(joint, context)
+
+    def _values(self, capture: _Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        live = self._live
+        assert live is not None
+        return [*live.values(), *live.buffer_values(capture.joint.buffers), *(tensor.detach() for tensor in tensors)]
+
+    def _gather(self, capture: _Capture) -> None:
+        if capture.whole is None:
+            known = dict(zip(capture.inputs, self._values(capture, ()), strict=False))
+            before = set(known)
+            capture.run("unshard", known)
+            capture.whole = {name: value for name, value in known.items() if name not in before}
+
+    def _start(self, flight: _Flight, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> bool:
+        """Fill in the gradients of a microbatch's outputs; False where no root depends on any."""
+        if not roots or not flight.outputs:
+            return False
+        taken = torch.autograd.grad(roots, flight.outputs, grads, allow_unused=True)
+        for name, output, gradient in zip(flight.capture.seeds, flight.outputs, taken, strict=True):
+            flight.known[name] = torch.zeros_like(output) if gradient is None else gradient.contiguous()
+        return any(gradient is not None for gradient in taken)
+
+    def _inputs(self, flight: _Flight) -> tuple[torch.Tensor | None, ...]:
+        capture = flight.capture
+        capture.run("backward_input", flight.known)
+        nodes = capture.named("grad")
+        found = tuple(
+            capture.value(nodes[place], flight.known) if place is not None and place in nodes else None
+            for place in flight.places
+        )
+        read = capture.reads("backward_weight") | {node.name for node in capture.joint.gradient_nodes.values()}
+        flight.known = {name: value for name, value in flight.known.items() if name in read}
+        return found
+
+    def _weights(self, flight: _Flight | None) -> None:
+        if flight is None:
+            return
+        flight.capture.run("backward_weight", flight.known)
+        for name, node in flight.capture.joint.gradient_nodes.items():
+            gradient = flight.capture.value(node, flight.known)
+            self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
+
+    def _reducer(self, live: LiveModel, names: tuple[str, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+        """The graph that reduces whole gradients: they come in as inputs of their own."""
+        mode = compat.ExampleMode()
+        graph = fx.Graph()
+        table = live.table.with_trainable(live.trainable())
+
+        def entry(name: str, parameter: str, dtype: torch.dtype) -> fx.Node:
+            node = graph.placeholder("".join(c if c.isalnum() else "_" for c in name))
+            with mode:
+                value = torch.empty(table[parameter].shape, dtype=dtype, device=live.device)
+            node.meta = {"val": value, "fqn": parameter.rpartition(".")[0], "phase": "backward", "input": name}
+            return node
+
+        for parameter in table:
+            entry("p_" + parameter.name, parameter.name, parameter.compute_dtype)
+        gradients = [entry("g_" + name, name, self.config.reduce_dtype or table[name].compute_dtype) for name in names]
+        graph.output((gradients[0], *gradients)).meta = {"fqn": "", "phase": "backward"}
+        joint = JointGraph(
+            graph=graph,
+            root=nn.Module(),
+            table=table,
+            buffers=(),
+            guards=InputGuards(None, (), ()),
+            losses=(),
+            gradients=names,
+            mode=mode,
+            extra_inputs=names,
+        )
+        joint = self._passed(live, joint, FULL, [DataParallelPass()])
+        return compile_graph(joint.graph, joint.root)
+
+
+def _cut(joint: JointGraph) -> dict[str, _Ready]:
+    """The pieces of a stage's graph."""
+    if all(node.op != "call_function" for node in joint.graph.nodes):
+        return {}
+    inward = {node for (name, _), node in zip(joint.losses, joint.outputs[1:], strict=False) if name.startswith("grad")}
+    for node in reversed(joint.graph.nodes):
+        if node.op != "call_function":
+            continue
+        node.meta["stage"] = 0
+        if phase_of(node) == "forward":
+            node.meta["piece"] = "forward" if comm_of(node) is None else "unshard"
+        else:
+            node.meta["piece"] = "backward_input" if node in inward else "backward_weight"
+            inward.update(node.all_input_nodes if node in inward else ())
+    joint.facts |= {"split"}
+    return {
+        piece.kind: _Ready(piece, compile_graph(piece.module.graph, piece.module)) for piece in pieces(joint).pieces
+    }
