@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepwell_p2p import Rules
 from stepwell_p2p.exceptions import DeadlockError
-from stepwell_stage import Action, Costs, EdgeCost, Kind, Plan, Schedule, lower, simulate
+from stepwell_stage import Action, Costs, EdgeCost, Kind, Plan, Schedule, lower, prove, simulate
 from stepwell_stage.exceptions import ScheduleError
 from stepwell_stage.plan._random import random_schedule
 from stepwell_stage.schedules import (
@@ -205,19 +208,27 @@ def test_a_plan_that_cannot_end_is_refused() -> None:
         simulate(attrs.evolve(plan, actions=rows), Costs.uniform(2))
 
 
-def test_time_grows_with_actions_alone() -> None:
-    def per_action(num_ranks: int, num_microbatches: int) -> float:
-        plan = lower(interleaved_1f1b(num_ranks, num_microbatches))
-        costs = Costs.uniform(2 * num_ranks)
-        best = min(_cpu(plan, costs) for _ in range(3))
-        return best / sum(map(len, plan.actions))
+def test_work_grows_with_actions_alone() -> None:
+    """Making, lowering, proving and simulating: as many calls for each action, however many ranks or microbatches there are."""
 
-    small = per_action(8, 16)
+    def calls_per_action(num_ranks: int, num_microbatches: int) -> list[float]:
+        counts = []
+
+        def counted(function: Callable[[], Any]) -> Any:
+            counts.append(0)
+            sys.setprofile(lambda frame, event, argument: counts.__setitem__(-1, counts[-1] + 1))
+            try:
+                return function()
+            finally:
+                sys.setprofile(None)
+
+        schedule = counted(lambda: interleaved_1f1b(num_ranks, num_microbatches))
+        plan = counted(lambda: lower(schedule))
+        counted(lambda: prove(plan, Rules(tagged=False, rendezvous=True)))
+        counted(lambda: simulate(plan, Costs.uniform(2 * num_ranks)))
+        return [count / sum(map(len, plan.actions)) for count in counts]
+
+    small = calls_per_action(8, 16)
     for num_ranks, num_microbatches in ((8, 128), (64, 16)):
-        assert per_action(num_ranks, num_microbatches) < 4 * small  # quadratic would be 8
-
-
-def _cpu(plan: Plan, costs: Costs) -> float:
-    start = time.process_time()
-    simulate(plan, costs)
-    return time.process_time() - start
+        for before, after in zip(small, calls_per_action(num_ranks, num_microbatches), strict=True):
+            assert after < 1.25 * before  # quadratic would be 8 times
