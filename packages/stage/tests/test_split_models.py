@@ -372,3 +372,40 @@ class TwoTowers(nn.Module):
 def test_a_stage_that_needs_nothing(threads: Callable[..., Any]) -> None:
     said = check(threads, TwoTowers(), rows(7, 4), schedules.BY_NAME["1f1b"](4, MICROBATCHES))
     assert "nothing but its turn" in said
+
+
+class Quiet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def noise(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.noise(x)
+        x = self.layers[0](x) + noise
+        for layer in list(self.layers)[1:]:
+            x = x + layer(x - noise).tanh()
+        return (x - noise).square().mean()
+
+
+class Noisy(Quiet):
+    """Random numbers drawn in glue, which every stage takes away again: the loss is that of the quiet model."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.randn_like(x), 0.5)
+
+
+def test_random_numbers_are_drawn_once(threads: Callable[..., Any]) -> None:
+    """Each stage drew its own, and the loss was that of no model."""
+    quiet, noisy = Quiet().double(), Noisy().double()
+    noisy.load_state_dict(quiet.state_dict())
+    batch = {"x": rows(7, 4)["x"].double()}
+    loss, grads = reference(quiet, batch, lambda output: output)
+    models = [copy.deepcopy(noisy) for _ in range(4)]
+    schedule = schedules.BY_NAME["1f1b"](4, MICROBATCHES)
+    found = threads(lambda t: on_rank(t, models[t.rank], batch, lambda output: output, schedule, {}), 4)
+    assert [one for one, _, _ in found if one is not None] == [pytest.approx(loss, rel=1e-12)]
+    for name, grad in {name: grad for _, mine, _ in found for name, grad in mine.items()}.items():
+        torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)

@@ -25,6 +25,7 @@
   there is no :func:`stepwell_stage.split`.
 * ``torch.overrides._get_current_function_mode`` (seen in 2.13): which function mode sees an operation first. Without it there
   is no :func:`stepwell_stage.split` either.
+* ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 
@@ -53,7 +54,8 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 try:
@@ -69,6 +71,7 @@ __all__ = [
     "DATA_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "current_function_mode",
     "has_hooks",
     "has_saved_tensor_hooks",
@@ -91,21 +94,29 @@ __all__ = [
 DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
+def current_function_mode() -> TorchFunctionMode | None:
+    """The function mode that sees the next operation first."""
+    mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    return mode
+
+
 def is_profiling() -> bool:
     """Whether a profiler of torch's is active in this process, on whatever thread."""
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
 
 
 _unsafe_view = getattr(torch.ops.aten, "_unsafe_view", None)
+_FEW = 1024
 
 
 def non_leaf(leaf: torch.Tensor) -> torch.Tensor:
-    """The values of ``leaf``, in the same memory, as a tensor that is no leaf of the autograd graph and no view.
+    """The values of ``leaf`` as a tensor that is no leaf of the autograd graph and no view; in the same memory if they are many.
 
     In one process a layer may change its input in place, since the input is another layer's result. Leaves and their views
-    refuse that, so a stage does not hand the leaf itself to its module.
+    refuse that, so a stage does not hand the leaf itself to its module. A few values are copied sooner than the operator, which
+    torch offers no method for, is looked up.
     """
-    if _unsafe_view is None:
+    if _unsafe_view is None or leaf.numel() <= _FEW:
         return leaf.clone()
     result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
     return result

@@ -1,9 +1,9 @@
 """Stages from any model, as its author wrote it: by ownership of units, without tracing.
 
-A model's parameters live in *units*: submodules that are never cut. Each unit belongs to one stage. All else is *glue*: the code of
-the modules above the units, modules without parameters, the loss. Every stage runs the model's own forward. Its own units compute;
-a unit of another stage computes nothing and gives, for each tensor, the one that was *received*, or an *absent* one: everything of a
-tensor but the data. Glue runs everywhere, on real and on absent tensors alike::
+A model's parameters live in *units*: submodules that are never cut. Each unit belongs to one stage. All else is *glue*: the
+code of the modules above the units, modules without parameters, the loss. Every stage runs the model's own forward. Its own
+units compute; a unit of another stage computes nothing and gives, for each tensor, the one that was *received*, or an
+*absent* one: everything of a tensor but the data. Glue runs everywhere, on real and on absent tensors alike::
 
                      embed      block 0      block 1       norm       loss
     the model     ──▶ [■] ─────▶ [■] ─────▶  [■]  ─────▶   [■] ─────▶ glue
@@ -12,22 +12,22 @@ tensor but the data. Glue runs everywhere, on real and on absent tensors alike::
     stage 1           [ ] ╌╌╌╌╌▶ [ ] ─▶ received ──▶ [■] ─▶ [■] ─────▶ glue
                       ╌ absent
 
-**Looking.** `split` runs the forward once on absent tensors (`_record`), with every unit absent, and writes down (`_values`) what is
-computed from what. Operations between units are counted, and so are calls of units: number n is the same on every stage, for all run
-the same code. Where Python looks at data (an ``if``, an ``item()``), the example is run for real instead.
+**Looking.** `split` runs the forward once on absent tensors (`_record`), with every unit absent, and writes down (`_values`)
+what is computed from what. Operations between units are counted, and so are calls of units: number n is the same on every
+stage, for all run the same code. Where Python looks at data (an ``if``, an ``item()``), the example is run for real instead.
 
-**Deciding.** Units are found (`_units`), put on stages in the order in which they run, and the pure part (`_demand`) follows what each
-stage's units need back to what that stage has. Of what it has not, it takes from an earlier stage whatever moves the fewest bytes: a
-sum that glue made there, rather than its two parts. These are the wires. Parameters never cross: glue that reads one on several
-stages makes it a tied one.
+**Deciding.** Units are found (`_units`), put on stages in the order in which they run, and the pure part (`_demand`) follows
+what each stage's units need back to what that stage has. Of what it has not, it takes from an earlier stage whatever moves
+the fewest bytes: a sum that glue made there, rather than its two parts. These are the wires. Parameters never cross: glue
+that reads one on several stages makes it a tied one.
 
-**Running.** A stage's module (`_own`) is a copy of the model's structure with its own parameters in place and the others absent. Its
-forward runs under a function mode (`_glue`) which counts as before; at the number of a received value it gives that one, at the
-number of a sent one it keeps it, and at the last number that matters it stops. If anything comes in another order than it did in the
-example, the step is refused.
+**Running.** A stage's module (`_own`) is a copy of the model's structure with its own parameters in place and the others
+absent. Its forward runs under a function mode (`_glue`) which counts as before; at the number of a received value it gives
+that one, at the number of a sent one it keeps it, and at the last number that matters it stops. If anything comes in another
+order than it did in the example, the step is refused.
 
-What this cannot do is said before anything is sent: values that would go back to an earlier stage, forwards that differ from batch to
-batch outside of units.
+What this cannot do is said before anything is sent: values that would go back to an earlier stage, forwards that differ from
+batch to batch outside of units.
 """
 
 from __future__ import annotations

@@ -24,9 +24,11 @@ _BY_SHAPE = frozenset(
 ) | frozenset(f"new_{kind}" for kind in ("zeros", "ones", "full", "empty", "tensor", "empty_strided"))
 # By these Python looks at the data.
 _READS = frozenset(
-    ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__", "__dlpack__")
-    + ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero")
-    + ("nonzero", "argwhere", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "bincount")
+    (
+        *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__", "__dlpack__"),
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
+        *("nonzero", "argwhere", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
+    )
 )
 
 
@@ -151,4 +153,5 @@ def _stand_ins(value: Any) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    found: int = tensor.untyped_storage()._cdata
+    return found

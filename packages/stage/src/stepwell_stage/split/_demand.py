@@ -1,8 +1,8 @@
 """Which values each stage takes from which other, and where its forward may end.
 
-A stage needs what its units take, what it returns if it is the last, and what Python looks at before it is done. A value is *real*
-there if it is given, comes from one of its units, or is computed by glue from real values alone. What is needed and not real is
-taken from an earlier stage where it is real, or computed from values that are: whichever moves fewer bytes.
+A stage needs what its units take, what it returns if it is the last, and what Python looks at before it is done. A value is
+*real* there if it is given, comes from one of its units, or is computed by glue from real values alone. What is needed and
+not real is taken from an earlier stage where it is real, or computed from values that are: whichever moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class _Solution:
         self.held: list[dict[str, None]] = []
         self.receives: list[dict[int, int]] = []  # by stage: position of a value, and the stage that it comes from
         self.sends: list[set[Key]] = []
+        self.drawn: dict[int, int] = {}  # random values: the one stage that draws each
 
     def add(self, stage: int, needed: Mapping[int, str]) -> None:
         """Decide for one stage."""
@@ -191,6 +192,8 @@ class _Solution:
                 real.append(value.name in held)
             elif value.origin is Origin.CALL:
                 real.append(self.needs.owners[value.key[0]] == stage)
+            elif value.is_drawn and self.drawn.get(position) != stage:
+                real.append(False)
             else:
                 real.append(all(real[parent] for parent in value.parents))
         return real
@@ -205,7 +208,7 @@ class _Solution:
             sent = value.nbytes if self._source(stage, position) is not None else inf
             if value.origin is Origin.HELD:
                 costs.append(value.nbytes)
-            elif value.origin in (Origin.GLUE, Origin.ALIAS):
+            elif self._is_computed(stage, position):
                 costs.append(min(sent, sum(costs[parent] for parent in value.parents)))
             else:
                 costs.append(sent)
@@ -236,8 +239,8 @@ class _Solution:
                 continue
             value = self.values[position]
             source = self._source(stage, position)
-            is_glue = value.origin in (Origin.GLUE, Origin.ALIAS)
-            parents = sum(costs[parent] for parent in value.parents) if is_glue else inf
+            is_computed = self._is_computed(stage, position)
+            parents = sum(costs[parent] for parent in value.parents) if is_computed else inf
             if value.origin is Origin.HELD:
                 self.held[stage][value.name] = None
             elif source is not None and value.nbytes <= parents:
@@ -246,12 +249,20 @@ class _Solution:
                 end = self.ends[source]
                 if end is not None:
                     self.ends[source] = max(end, value.key[0])
-            elif is_glue and parents < inf:
+            elif is_computed and parents < inf:
+                if value.is_drawn:
+                    self.drawn[position] = stage
                 todo += value.parents
                 continue
             else:
                 raise StageUsageError(self._refusal(stage, wanted, position, why))
             real[position] = True
+
+    def _is_computed(self, stage: int, position: int) -> bool:
+        """Whether a stage may compute a value itself; one with random numbers only if no other has."""
+        value = self.values[position]
+        is_free = not value.is_drawn or self.drawn.get(position, stage) == stage
+        return value.origin in (Origin.GLUE, Origin.ALIAS) and is_free
 
     def _refusal(self, stage: int, wanted: int, position: int, why: str) -> str:
         value = self.values[position]
@@ -261,9 +272,11 @@ class _Solution:
             maker = f"unit {value.name!r}, which is on stage {owner}"
             if owner < stage:
                 maker += " and changes its inputs in place"
+        elif value.is_drawn:
+            maker = f"{maker!r}, which draws random numbers in place, on stage {self.drawn.get(position, stage)}"
         return (
-            f"stage {stage} needs, for {why}, what comes from {maker}: values only go from earlier stages to later ones; put what"
-            " needs it on that stage or a later one, with a mapping from names of units to stages in place of the number of stages"
+            f"stage {stage} needs, for {why}, what comes from {maker}: values only go from earlier stages to later ones; put"
+            " what needs it on that stage or a later one, with a mapping from names of units to stages in place of a number"
         )
 
     def _token(self, stage: int) -> None:

@@ -1,4 +1,8 @@
-"""One forward of a stage: counts what glue does, takes what comes from elsewhere in place of computing it, and keeps what is sent."""
+"""One forward of a stage.
+
+Counts what glue does, takes what comes from elsewhere in place of computing it, and keeps what is
+sent.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +66,11 @@ class Glue(TorchFunctionMode):
                 " cannot be told from glue: enter the mode around the step instead"
             )
         self.inside = True
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return self.unit_call(name, module, call, args, kwargs)
         finally:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
             self.inside = False
 
     def unit_call(
@@ -120,8 +124,8 @@ class StageGlue(Glue):
                 out = self._absence.run(func, args, kwargs)
             except NeedsDataError as error:
                 raise StageUsageError(
-                    f"{error.what} looks at a value that this stage does not have: it was not looked at in the example; split with"
-                    " an example that goes the same way"
+                    f"{error.what} looks at a value that this stage does not have: it was not looked at in the example; split"
+                    " with an example that goes the same way"
                 ) from error
             if taken is not None and self._names[number] == name:
                 out = self._with(out, taken)
@@ -177,7 +181,7 @@ class StageGlue(Glue):
             return
         expected = f"{self._names[number]!r}" if number < len(self._names) else "nothing more"
         raise StageUsageError(
-            f"the model's forward went another way than with the example: {expected} came there, and now {source_line(repr(name))};"
-            " stages are cut for one way: split with an example that goes the way of every batch, or make what decides part of a"
-            " unit (units=)"
+            f"the model's forward went another way than with the example: {expected} came there, and now"
+            f" {source_line(repr(name))}; stages are cut for one way, and what hooks take out of other stages' units is not"
+            " there: split with an example that goes the way of every batch, or make what decides part of a unit (units=)"
         )

@@ -11,7 +11,6 @@ from torch import nn
 from ..exceptions import StageUsageError
 from ._leaves import tensors_in, with_tensors
 
-
 # What ``Executor.step`` and ``eval`` call their own arguments.
 TAKEN = frozenset(("target", "losses", "return_outputs", "arg_mbs", "kwarg_mbs", "target_mbs"))
 
@@ -73,11 +72,11 @@ class Inputs:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 args += rows[name]
-            elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY or (
-                parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and any(rows.values())
+            elif name in kwargs and (
+                parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+                or (parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and any(rows.values()))
             ):
-                if name in kwargs:
-                    args.append(kwargs.pop(name))
+                args.append(kwargs.pop(name))
         return args, kwargs
 
 

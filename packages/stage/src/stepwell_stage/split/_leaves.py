@@ -50,7 +50,7 @@ def signature(value: Any) -> Hashable:
     names = _fields(value)
     if names is not None:
         return (type(value), *(signature(getattr(value, name, None)) for name in names))
-    return type(value)
+    return (type(value),)
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
@@ -66,7 +66,7 @@ def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
     new = copy.copy(value)
     if isinstance(value, Mapping):
         for name, item in list(value.items()):
-            new[name] = with_tensors(item, tensors)  # type: ignore[index]
+            new[name] = with_tensors(item, tensors)
         return new
     for name in _fields(value) or ():
         object.__setattr__(new, name, with_tensors(getattr(value, name, None), tensors))

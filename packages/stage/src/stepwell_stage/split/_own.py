@@ -1,8 +1,8 @@
 """A model's structure with some of its parameters: what one stage holds.
 
-The structure is a copy, all of it; parameters and buffers are the model's own where the stage holds them. The others are absent, and
-only there while the forward runs, as the units of other stages are: outside of it they are None, so that optimizers, state dicts,
-wrappers and ``to`` never meet them.
+The structure is a copy, all of it; parameters and buffers are the model's own where the stage holds them. The others are
+absent, and only there while the forward runs, as the units of other stages are: outside of it they are None, so that
+optimizers, state dicts, wrappers and ``to`` never meet them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Control:
     Args:
         root: the copy.
         named: every parameter and buffer of the copy, absent or not, by name.
-        hidden: what is there only while the forward runs: places (parameters, buffers or children of a module) and what goes there.
+        hidden: what is there only while the forward runs: places (parameters, buffers or children of a module) and what goes
+        there.
         foreign: units of other stages.
     """
 
@@ -85,7 +86,7 @@ def copy_structure(
     Args:
         model: the model. It is left as it is.
         units: its units by name.
-        own: names of those that the copy computes.
+        own: names of those that are there also when the forward does not run.
         held: names of parameters and buffers that the copy holds.
         copied: of these, those of which it gets a copy of its own.
         absence: makes the others.
@@ -109,8 +110,8 @@ def copy_structure(
         new = copy.deepcopy(model, memo)
     except Exception as error:
         raise StageUsageError(
-            f"{type(model).__name__} cannot be cut, for its structure cannot be copied: {error}; wrap parts in DDP or FSDP2, compile"
-            " or otherwise change them after the split, on the stages' modules"
+            f"{type(model).__name__} cannot be cut, for its structure cannot be copied: {error}; wrap parts in DDP or FSDP2,"
+            " compile or otherwise change them after the split, on the stages' modules"
         ) from error
     absent = {id(tensor) for key, tensor in memo_before.items() if key not in kept}
     named = dict(named_tensors(new))

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import nn
 
+from .._compat import TorchDispatchMode
 from ._absent import Absence, NeedsDataError, reads, source_line, writes
 from ._glue import Glue
 from ._leaves import tensors_in
@@ -85,11 +86,13 @@ class Recorder(Glue):
         if reads(name, args):
             line = source_line(name)
             self._reads += (Read(self.count, position, line) for position in parents)
-        out = self._absence.run(func, args, kwargs)
+        with Draws() as draws:
+            out = self._absence.run(func, args, kwargs)
         leaves = list(tensors_in(out))
         if not leaves:
             if writes(name) and given:  # as __setitem__, which gives nothing
-                self._add(given[0], (self.count, -1), Origin.GLUE, name, parents, can_cross=False)
+                key = (self.count, -1)
+                self._add(given[0], key, Origin.GLUE, name, parents, can_cross=False, is_drawn=draws.any)
             return out
         number = self.count
         self.count += 1
@@ -100,7 +103,7 @@ class Recorder(Glue):
         for index, leaf in enumerate(leaves):
             if any(leaf is one for one in given) and not changes:
                 continue  # the argument itself, such as a dropout's that drops nothing: still what it was
-            self._add(leaf, (number, index), Origin.GLUE, name, parents, can_cross=not changes)
+            self._add(leaf, (number, index), Origin.GLUE, name, parents, can_cross=not changes, is_drawn=draws.any)
         return out
 
     def unit_call(
@@ -141,10 +144,11 @@ class Recorder(Glue):
         parents: tuple[int, ...],
         *,
         can_cross: bool = True,
+        is_drawn: bool = False,
     ) -> int:
         position = len(self._values)
         nbytes = tensor.numel() * tensor.element_size()
-        self._values.append(Value(key, origin, name, parents, nbytes, can_cross))
+        self._values.append(Value(key, origin, name, parents, nbytes, can_cross, is_drawn=is_drawn))
         before = self._seen.get(id(tensor))
         self._seen[id(tensor)] = _Seen(tensor, position)
         if before is not None and origin is not Origin.ALIAS:
@@ -181,3 +185,18 @@ class Recorder(Glue):
                 tensor, (self.count, -1), Origin.ALIAS, "a tensor changed in place", parents, can_cross=False
             )
         return seen.position
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether random numbers are drawn. Mutable."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation."""
+        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

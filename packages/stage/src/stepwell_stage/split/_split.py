@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,35 +15,18 @@ from stepwell_p2p import Placement, Transport, Wire
 from ..exceptions import StageUsageError
 from ..plan._balance import balance
 from ..run._materialise import materialise
-from ..run._probe import undisturbed
 from ..run._stage import PipelineStage
-from ._absent import Absence, NeedsDataError
+from ._absent import Absence
 from ._demand import Demand, demand, place_calls
-from ._glue import DoneError, StageGlue
-from ._inputs import Inputs, replaced
-from ._leaves import tensors_in
-from ._own import Control, copy_structure, named_tensors
-from ._record import Recorder
-from ._templates import Example, Templates
-from ._units import Branch, choose_units, given_units, matching, near
-from ._values import INPUTS, TOKEN, Key, Recording
+from ._forward import StageForward
+from ._hold import Holding, hold
+from ._inputs import Inputs
+from ._look import Look, branches, look_at, look_for
+from ._own import copy_structure
+from ._units import Branch, given_units, matching, near
+from ._values import INPUTS, TOKEN, Key
 
 _STAGE = "_stepwell_stage"
-
-
-@attrs.frozen(eq=False)
-class _Look:
-    """What the example showed: everything that a cut is decided from."""
-
-    model: nn.Module
-    inputs: Inputs
-    example: Mapping[str, Any]
-    device: torch.device
-    units: Mapping[str, nn.Module]
-    recording: Recording
-    examples: Mapping[int, Example]
-    singles: frozenset[int]
-    seconds: Mapping[str, float]
 
 
 @attrs.frozen(eq=False)
@@ -62,9 +44,9 @@ class ModelSplit:
     parts: tuple[tuple[str, ...], ...]
     tied: Mapping[str, tuple[tuple[int, str], ...]]
     costs: Mapping[str, float]
-    _look: _Look
+    _look: Look
     _owners: Mapping[int, int]
-    _held: tuple[frozenset[str], ...]
+    _holding: Holding
     _inputs: Literal["every", "first"]
     _modules: dict[int, nn.Module] = attrs.field(factory=dict, init=False)
 
@@ -114,16 +96,21 @@ class ModelSplit:
             StageUsageError: something is on the meta device and device or ``init_fn`` is missing, or ``init_fn`` left something
                 without a value; or the model's structure cannot be copied.
         """
-        look = self._look
-        found = self._demand(placement)
+        look, names = self._look, self._holding.names[stage]
         first = {name: holders[0][0] for holders in self.tied.values() for _, name in holders}
-        copied = {name for name in self._held[stage] if first.get(name, stage) != stage}
+        copied = {name for name in names if first.get(name, stage) != stage}
         absence = Absence(torch.device(device) if device is not None and look.device.type == "meta" else look.device)
-        module, control = copy_structure(
-            self.model, look.units, self.parts[stage], self._held[stage], copied, absence
-        )
+        units = self._holding.units[stage]
+        module, control = copy_structure(self.model, look.units, units, names, copied, absence)
         materialise(module, device, init_fn, f"stage {stage}")
-        run = _StageForward(stage, self, found, control, absence)
+        run = StageForward(
+            stage,
+            look,
+            self._demand(placement).stages[stage],
+            everywhere=self._inputs == "every",
+            control=control,
+            absence=absence,
+        )
         own_forward = vars(module).pop("forward", None)
         kind = type(module)
 
@@ -182,10 +169,10 @@ class ModelSplit:
         lines = []
         for stage, units in enumerate(self.parts):
             share = sum(self.costs.get(name, 0.0) for name in units) / total
-            lines.append(f"stage {stage}: {_row(units)}, {share:.0%} of the cost")
+            lines.append(f"stage {stage}: {in_a_row(units)}, {share:.0%} of the cost")
             held = [name for name in found.stages[stage].held if not any(name.startswith(f"{unit}.") for unit in units)]
             if held:
-                lines.append(f"  for its glue: {_row(held)}")
+                lines.append(f"  for its glue: {in_a_row(held)}")
             for wire, nbytes in zip(found.wires, found.nbytes, strict=True):
                 if wire.destination == stage:
                     key = found.stages[stage].receives[wire.input]
@@ -223,90 +210,6 @@ def _demanded(cut: ModelSplit, ranks: tuple[int, ...]) -> Demand:
     )
 
 
-class _StageForward:
-    """The forward of one stage. Mutable: it counts what it takes."""
-
-    def __init__(self, stage: int, cut: ModelSplit, found: Demand, control: Control, absence: Absence) -> None:
-        self.forwards = 0
-        self.seconds = 0.0
-        self.glue_seconds = 0.0
-        self._stage = stage
-        self._is_last = stage == cut.num_stages - 1
-        self._look = cut._look
-        self._plan = found.stages[stage]
-        self._everywhere = cut._inputs == "every"
-        self._control = control
-        self._absence = absence
-        self._templates = Templates(absence, cut._look.examples, cut._look.singles)
-
-    def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
-        """Run the model's forward as far as this stage needs it."""
-        start = time.perf_counter()
-        values = {} if self._stage == 0 else dict(zip(self._plan.receives, received, strict=True))
-        named = self._named(received, inputs, values)
-        passed = self._passed(named, values)
-        args, kwargs = self._look.inputs.call(named)
-        glue = StageGlue(self._plan, self._look.recording.names, values, self._absence, self._templates)
-        result = None
-        try:
-            with self._control.running(glue):
-                result = forward(*args, **kwargs)
-        except DoneError:
-            pass
-        finally:
-            self._absence.forget()
-        if not self._is_last:
-            result = tuple(passed[key] if key in passed else glue.sent[key] for key in self._plan.sends)
-        elif any(map(self._absence.is_absent, tensors_in(result))):
-            raise StageUsageError(
-                "the model returned something that it did not return in the example, and another stage has"
-            )
-        self.forwards += 1
-        seconds = time.perf_counter() - start
-        self.seconds += seconds
-        self.glue_seconds += seconds - glue.unit_seconds
-        return result
-
-    def _named(
-        self, received: Sequence[Any], inputs: Mapping[str, Any], values: Mapping[Key, torch.Tensor]
-    ) -> dict[str, Any]:
-        """All of the model's inputs, by name."""
-        example = self._look.example
-        if self._stage == 0:
-            named = self._look.inputs.joined(received, inputs)
-        elif self._everywhere:
-            named = dict(inputs)
-        else:
-            return replaced(example, {index: one for (number, index), one in values.items() if number == INPUTS})
-        odd = named.keys() - example.keys()
-        if odd:
-            raise StageUsageError(
-                f"stage {self._stage} was given {', '.join(sorted(odd))}, which the example did not have: split with an example that"
-                " has every input"
-            )
-        lacking = [name for name in example if name not in named and next(tensors_in(example[name]), None) is not None]
-        if lacking:
-            raise StageUsageError(
-                f"stage {self._stage} was given no {', '.join(lacking)}: every rank passes the model's inputs by name,"
-                ' step(**split.keywords(...)); or split with inputs="first"'
-            )
-        return {**example, **named}
-
-    def _passed(self, named: Mapping[str, Any], values: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """What this stage sends without having computed it, as it is before the model's code may change it."""
-        passed = {}
-        for key in self._plan.sends:
-            if key == TOKEN:
-                passed[key] = torch.empty(0, device=self._absence.device)
-                continue
-            tensor = values.get(key)
-            if tensor is None and key[0] == INPUTS:
-                tensor = [one for value in named.values() for one in tensors_in(value)][key[1]]
-            if tensor is not None:
-                passed[key] = tensor.clone() if key in self._plan.copies else tensor
-        return passed
-
-
 def split(
     model: nn.Module,
     stages: int | Mapping[str, int],
@@ -318,8 +221,8 @@ def split(
 ) -> ModelSplit:
     """Cut any model into stages, as its author wrote it: no tracing, no change of its forward.
 
-    Each stage runs the model's own forward, computes its units (blocks, embeddings, heads), and takes from earlier stages what its
-    units need of others. The package's docstring tells how. Run it with the same arguments on every rank.
+    Each stage runs the model's own forward, computes its units (blocks, embeddings, heads), and takes from earlier stages
+    what its units need of others. The package's docstring tells how. Run it with the same arguments on every rank.
 
     Example::
 
@@ -345,7 +248,7 @@ def split(
     """
     taken = Inputs(model)
     named = taken.named(*_arguments(example))
-    tree = _branches(model)
+    tree = branches(model)
     given = stages if isinstance(stages, Mapping) else None
     count = max(stages.values()) + 1 if isinstance(stages, Mapping) else stages
     below = next((name for name, stage in (given or {}).items() if stage < 0), None)
@@ -356,14 +259,14 @@ def split(
     if inputs not in ("every", "first"):
         raise StageUsageError(f"inputs must be 'every' or 'first', got {inputs!r}")
     if units is None:
-        look = _look_for(model, taken, named, tree, count, with_time=costs == "time")
+        look = look_for(model, taken, named, tree, count, with_time=costs == "time")
     else:
-        look = _look_at(model, taken, named, given_units(tree, units), with_time=costs == "time")
+        look = look_at(model, taken, named, given_units(tree, units), with_time=costs == "time")
     order = list(dict.fromkeys(call.unit for call in look.recording.calls))
     if len(order) < count:
         raise StageUsageError(
-            f"{type(model).__name__} has {len(order)} units that the example calls, too few for {count} stages: {_row(order)};"
-            " use fewer stages, or name smaller units with units="
+            f"{type(model).__name__} has {len(order)} units that the example calls, too few for {count} stages:"
+            f" {in_a_row(order)}; use fewer stages, or name smaller units with units="
         )
     prices = _prices(costs, look, order)
     if given is None:
@@ -378,19 +281,9 @@ def split(
     empty = next((stage for stage, part in enumerate(parts) if not part), None)
     if empty is not None:
         raise StageUsageError(f"no unit is left for stage {empty}: use fewer stages, or say which unit is where")
-    parts[-1] |= dict.fromkeys(name for name in look.units if name not in order)  # never called in the example
     found = demand(look.recording, owners, num_stages=count, ranks=range(count), inputs_everywhere=inputs == "every")
-    held = _held(model, look.units, parts, [set(plan.held) for plan in found.stages])
-    return ModelSplit(
-        model,
-        tuple(tuple(part) for part in parts),
-        _shared(model, held, look.units, parts),
-        prices,
-        look,
-        owners,
-        tuple(held),
-        inputs,
-    )
+    holding = hold(model, look.units, parts, found.stages)
+    return ModelSplit(model, tuple(tuple(part) for part in parts), holding.tied, prices, look, owners, holding, inputs)
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -399,175 +292,8 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
-def _branches(model: nn.Module) -> Branch:
-    """The model's modules as data."""
-    saved = set(model.state_dict(keep_vars=True))
-    seen: set[int] = set()
-
-    def branch(name: str, module: nn.Module) -> Branch:
-        seen.add(id(module))
-        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        prefix = f"{name}." if name else ""
-        size += sum(b.numel() for n, b in module.named_buffers(recurse=False) if f"{prefix}{n}" in saved)
-        children = tuple(
-            branch(f"{prefix}{child_name}", child)
-            for child_name, child in module.named_children()
-            if id(child) not in seen
-        )
-        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        is_container = not is_called or isinstance(module, nn.Sequential)
-        return Branch(name, is_container, is_called, size + sum(child.size for child in children), children)
-
-    return branch("", model)
-
-
-def _look_for(
-    model: nn.Module, taken: Inputs, named: Mapping[str, Any], tree: Branch, count: int, *, with_time: bool
-) -> _Look:
-    """Look at the example with units that are found; smaller ones where they are too few."""
-    wanted = count
-    names = choose_units(tree, wanted)
-    while True:
-        look = _look_at(model, taken, named, names, with_time=with_time)
-        called = {call.unit for call in look.recording.calls}
-        if len(called) >= count:
-            return look
-        wanted = max(wanted, len(names)) + 1
-        more = choose_units(tree, wanted)
-        if more == names or (len(more) < wanted and len(more) <= len(names)):
-            return look
-        names = more
-
-
-def _look_at(
-    model: nn.Module, taken: Inputs, named: Mapping[str, Any], names: Sequence[str], *, with_time: bool
-) -> _Look:
-    """Run the example once and see what comes from where: on absent tensors if that can be, else really."""
-    units = {name: model.get_submodule(name) for name in names}
-    on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
-    device = _device(model, named)
-    if with_time and on_meta:
-        raise StageUsageError(
-            "time is measured on a model that has values, but this one is on the meta device; give costs"
-        )
-    if not with_time:
-        try:
-            return _record(model, taken, named, units, device, real=False)
-        except NeedsDataError as error:
-            if on_meta:
-                raise StageUsageError(
-                    f"{type(model).__name__} decides by data how it goes on: {error.what}; on the meta device there is none: give"
-                    " the model values before it is split"
-                ) from error
-    with undisturbed(model, device):
-        try:
-            return _record(model, taken, named, units, device, real=True)
-        except NeedsDataError as error:
-            raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
-
-
-def _record(
-    model: nn.Module,
-    taken: Inputs,
-    named: Mapping[str, Any],
-    units: Mapping[str, nn.Module],
-    device: torch.device,
-    *,
-    real: bool,
-) -> _Look:
-    absence = Absence(device)
-    own = _of_units(model, units)
-    held = {name for name, _ in named_tensors(model)} if real else _constants(model, own)
-    copy, control = copy_structure(model, units, units if real else (), held, (), absence)
-    constants = _constants(model, own)
-    readable = [(name, tensor) for name, tensor in control.named.items() if name not in constants]
-    recorder = Recorder(absence, None if real else Templates(absence), named, readable)
-    args, kwargs = taken.call(named)
-    with control.running(recorder):
-        result = copy(*args, **kwargs)
-    recording = recorder.finish(result)
-    return _Look(model, taken, named, device, units, recording, recorder.examples, recorder.singles, recorder.seconds)
-
-
-def _device(model: nn.Module, named: Mapping[str, Any]) -> torch.device:
-    """Where the model computes: where its parameters are, or, if they are on the meta device, its inputs."""
-    every = [*(tensor for _, tensor in named_tensors(model)), *tensors_in(named)]
-    return next((tensor.device for tensor in every if not tensor.is_meta), torch.device("cpu"))
-
-
-def _of_units(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The unit of each parameter and buffer that is in one, by all its names there."""
-    names = {id(module): name for name, module in units.items()}
-    own: dict[str, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):  # what holds another first
-        if id(module) in names:
-            for name, _ in named_tensors(module):
-                own.setdefault(f"{path}.{name}", names[id(module)])
-    return own
-
-
-def _constants(model: nn.Module, own: Mapping[str, str]) -> set[str]:
-    """Buffers beside the units that have a value: every stage has them, for glue."""
-    return {
-        name for name, tensor in model.named_buffers(remove_duplicate=False) if name not in own and not tensor.is_meta
-    }
-
-
-def _held(
-    model: nn.Module, units: Mapping[str, nn.Module], parts: Sequence[Iterable[str]], read: Sequence[set[str]]
-) -> list[frozenset[str]]:
-    """Names of what each stage holds. What nobody needs is on the last, so that nothing is lost."""
-    own = _of_units(model, units)
-    every = list(named_tensors(model))
-    beside = {name for name, tensor in model.named_buffers(remove_duplicate=False) if name not in own}
-    held: list[set[str]] = []
-    for part, names in zip(parts, read, strict=True):
-        mine = set(part)
-        held.append({name for name, unit in own.items() if unit in mine} | names | beside)
-    found = {id(tensor) for name, tensor in every if any(name in names for names in held)}
-    held[-1] |= {name for name, tensor in every if id(tensor) not in found}
-    seen: list[frozenset[str]] = []
-    for part, names in zip(parts, held, strict=True):
-        kept, mine = {id(tensor) for name, tensor in every if name in names}, set(part)
-        seen.append(
-            frozenset(name for name, tensor in every if id(tensor) in kept and (name not in own or own[name] in mine))
-        )
-    return seen
-
-
-def _shared(
-    model: nn.Module,
-    held: Sequence[frozenset[str]],
-    units: Mapping[str, nn.Module],
-    parts: Sequence[Sequence[str] | Iterable[str]],
-) -> dict[str, tuple[tuple[int, str], ...]]:
-    """What several stages hold, by the first name of it."""
-    saved = set(model.state_dict(keep_vars=True))
-    own = _of_units(model, units)
-    groups: dict[int, dict[tuple[int, str], None]] = {}
-    tensors = dict(named_tensors(model))
-    for stage, names in enumerate(held):
-        for name in tensors:
-            if name in names:
-                groups.setdefault(id(tensors[name]), {})[stage, name] = None
-    shared = {}
-    for holders in groups.values():
-        stages = sorted({stage for stage, _ in holders})
-        first = next(iter(holders))[1]
-        if len(stages) < 2 or not (isinstance(tensors[first], nn.Parameter) or first in saved):
-            continue
-        if first in own and not isinstance(tensors[first], nn.Parameter):
-            raise StageUsageError(
-                f"unit {own[first]!r} is called on stages {', '.join(map(str, stages))}, and its buffer {first!r}, which is part of"
-                " its state, would be another on each: put what is called between on one stage, with a mapping from names of units"
-                " to stages"
-            )
-        shared[first] = tuple(holders)
-    return shared
-
-
 def _prices(
-    costs: Literal["parameters", "time"] | Mapping[str, float], look: _Look, order: Sequence[str]
+    costs: Literal["parameters", "time"] | Mapping[str, float], look: Look, order: Sequence[str]
 ) -> dict[str, float]:
     if costs == "time":
         return {name: look.seconds[name] for name in order}
@@ -577,7 +303,7 @@ def _prices(
         raise StageUsageError(f"costs must be 'parameters', 'time' or numbers by unit, got {costs!r}")
     odd = sorted(costs.keys() ^ set(order))
     if odd:
-        raise StageUsageError(f"costs must name every unit, and only these: {_row(order)}; differs in {odd}")
+        raise StageUsageError(f"costs must name every unit, and only these: {in_a_row(order)}; differs in {odd}")
     return {name: float(costs[name]) for name in order}
 
 
@@ -605,7 +331,7 @@ def _or_chain(wires: Sequence[Wire], num_stages: int) -> tuple[Wire, ...] | None
     return tuple(wires)
 
 
-def _row(names: Iterable[str]) -> str:
+def in_a_row(names: Iterable[str]) -> str:
     """Names in a row, long runs of numbered ones shortened."""
     found = list(names)
     return ", ".join(found) if len(found) <= 6 else f"{', '.join(found[:3])}, … {found[-1]} ({len(found)})"

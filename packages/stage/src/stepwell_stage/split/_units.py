@@ -1,8 +1,8 @@
 """Which submodules are never cut.
 
 The items of the model's containers of layers (the blocks of a transformer, of a ResNet's stages), and what owns parameters beside
-them (embeddings, norms, heads). A container of plain layers, such as the ``Sequential`` within a block, is no place to cut, unless
-the model has too few other ones: then the largest units are opened.
+them (embeddings, norms, heads). A container of plain layers, such as the ``Sequential`` within a block, is no place to cut,
+unless the model has too few other ones: then the largest units are opened.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ class Value:
         nbytes: its size in the example.
         can_cross: whether a stage can take it from another instead of computing it.
         is_written: whether it is changed in place later on.
+        is_drawn: whether random numbers are in it, which would be others on each stage that computes it.
     """
 
     key: Key
@@ -46,6 +47,7 @@ class Value:
     nbytes: int = 0
     can_cross: bool = True
     is_written: bool = False
+    is_drawn: bool = False
 
 
 @attrs.frozen

@@ -1,0 +1,136 @@
+"""What a model's forward does with an example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from ..exceptions import StageUsageError
+from ..run._probe import undisturbed
+from ._absent import Absence, NeedsDataError
+from ._hold import constants, of_units
+from ._inputs import Inputs
+from ._leaves import tensors_in
+from ._own import copy_structure, named_tensors
+from ._record import Recorder
+from ._templates import Example, Templates
+from ._units import Branch, choose_units
+from ._values import Recording
+
+
+@attrs.frozen(eq=False)
+class Look:
+    """What the example showed: everything that a cut is decided from."""
+
+    model: nn.Module
+    inputs: Inputs
+    example: Mapping[str, Any]
+    device: torch.device
+    units: Mapping[str, nn.Module]
+    recording: Recording
+    examples: Mapping[int, Example]
+    singles: frozenset[int]
+    seconds: Mapping[str, float]
+
+
+def look_for(
+    model: nn.Module, taken: Inputs, named: Mapping[str, Any], tree: Branch, count: int, *, with_time: bool
+) -> Look:
+    """Look at the example with units that are found; smaller ones where they are too few."""
+    wanted = count
+    names = choose_units(tree, wanted)
+    while True:
+        look = look_at(model, taken, named, names, with_time=with_time)
+        called = {call.unit for call in look.recording.calls}
+        if len(called) >= count:
+            return look
+        wanted = max(wanted, len(names)) + 1
+        more = choose_units(tree, wanted)
+        if more == names or (len(more) < wanted and len(more) <= len(names)):
+            return look
+        names = more
+
+
+def look_at(
+    model: nn.Module, taken: Inputs, named: Mapping[str, Any], names: Sequence[str], *, with_time: bool
+) -> Look:
+    """Run the example once and see what comes from where: on absent tensors if that can be, else really."""
+    units = {name: model.get_submodule(name) for name in names}
+    on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
+    device = _device(model, named)
+    if with_time and on_meta:
+        raise StageUsageError(
+            "time is measured on a model that has values, but this one is on the meta device; give costs"
+        )
+    if not with_time:
+        try:
+            return _record(model, taken, named, units, device, real=False)
+        except NeedsDataError as error:
+            if on_meta:
+                raise StageUsageError(
+                    f"{type(model).__name__} decides by data how it goes on: {error.what}; on the meta device there is none: give"
+                    " the model values before it is split"
+                ) from error
+    with undisturbed(model, device):
+        try:
+            return _record(model, taken, named, units, device, real=True)
+        except NeedsDataError as error:
+            raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
+
+
+def _record(
+    model: nn.Module,
+    taken: Inputs,
+    named: Mapping[str, Any],
+    units: Mapping[str, nn.Module],
+    device: torch.device,
+    *,
+    real: bool,
+) -> Look:
+    absence = Absence(device)
+    own = of_units(model, units)
+    held = {name for name, _ in named_tensors(model)} if real else constants(model, own)
+    copy, control = copy_structure(model, units, units if real else (), held, (), absence)
+    everywhere = constants(model, own)
+    readable = [(name, tensor) for name, tensor in control.named.items() if name not in everywhere]
+    recorder = Recorder(absence, None if real else Templates(absence), named, readable)
+    args, kwargs = taken.call(named)
+    with control.running(recorder):
+        result = copy(*args, **kwargs)
+    recording = recorder.finish(result)
+    called = {call.unit for call in recording.calls}
+    # What is never called has parameters at most, which glue may read: no unit.
+    units = {name: unit for name, unit in units.items() if name in called}
+    return Look(model, taken, named, device, units, recording, recorder.examples, recorder.singles, recorder.seconds)
+
+
+def branches(model: nn.Module) -> Branch:
+    """The model's modules as data."""
+    saved = set(model.state_dict(keep_vars=True))
+    seen: set[int] = set()
+
+    def branch(name: str, module: nn.Module) -> Branch:
+        seen.add(id(module))
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        prefix = f"{name}." if name else ""
+        size += sum(b.numel() for n, b in module.named_buffers(recurse=False) if f"{prefix}{n}" in saved)
+        children = tuple(
+            branch(f"{prefix}{child_name}", child)
+            for child_name, child in module.named_children()
+            if id(child) not in seen
+        )
+        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        is_container = not is_called or isinstance(module, nn.Sequential)
+        return Branch(name, is_container, is_called, size + sum(child.size for child in children), children)
+
+    return branch("", model)
+
+
+def _device(model: nn.Module, named: Mapping[str, Any]) -> torch.device:
+    """Where the model computes: where its parameters are, or, if they are on the meta device, its inputs."""
+    every = [*(tensor for _, tensor in named_tensors(model)), *tensors_in(named)]
+    return next((tensor.device for tensor in every if not tensor.is_meta), torch.device("cpu"))
