@@ -37,9 +37,8 @@ nox.options.sessions = ["lint", "types", "tests", "integration"]
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
-QUIET = {
-    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy"
-}  # torch says so at each start, and nothing here needs it
+# torch says so at each start, and nothing here needs it
+QUIET = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy"}
 ALL_EXTRAS = ("test", "cli", "plot")  # not npu: that needs such a device
 
 
@@ -75,25 +74,12 @@ class Layer:
     def tag(self) -> str:
         return f"{self.distribution}=={self.version}"
 
-    @property
-    def fragments(self) -> list[Path]:
-        kinds = ("breaking", "deprecation", "feature", "fix")
-        return [path for kind in kinds for path in (self.folder / "changelog.d").glob(f"*.{kind}.md")]
-
-    @property
-    def tests(self) -> str:
-        """Where its tests are, from the root."""
-        return str((self.folder / "tests").relative_to(ROOT))
-
     @cached_property
     def digest(self) -> str:
         """Of all that its wheel is made of."""
-        files = [self.folder / name for name in ("pyproject.toml", "README.md", "LICENSE")]
-        files += sorted((self.folder / "src").rglob("*.py"))
-        known = hashlib.sha256()
-        for path in filter(Path.exists, files):
-            known.update(f"{path.relative_to(self.folder)}\0".encode() + path.read_bytes() + b"\0")
-        return known.hexdigest()[:16]
+        files = [self.folder / "pyproject.toml", *self.folder.glob("README.md"), *(self.folder / "src").rglob("*.py")]
+        known = [(str(path.relative_to(self.folder)), path.read_bytes()) for path in sorted(files)]
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
     def provided(self, *extras: str) -> list[str]:
         """Those of the extras that this distribution has."""
@@ -153,33 +139,31 @@ def _ask(session: nox.Session, code: str, *arguments: str) -> str:
     return str(session.run("python", "-c", code, *arguments, silent=True, log=False)).strip()
 
 
-def _unpack(session: nox.Session, requirement: str) -> Path:
-    """Unpack a requirement and what it needs in a folder that all environments share, once for each Python."""
-    python = _ask(session, "import sys, sysconfig; print(sys.implementation.cache_tag, sysconfig.get_platform())")
+def _made_once(session: nox.Session, name: str, *command: str, env: dict[str, str] | None = None) -> Path:
+    """A folder that all environments share, made by a command that takes its path as the last argument."""
     cache = session.cache_dir.resolve()
-    folder = cache / re.sub(r"[^\w.]+", "-", f"{requirement}-{python}")
+    folder = cache / re.sub(r"[^\w.]+", "-", name)
     if not folder.is_dir():
-        session.log(f"unpacking {requirement}, once for all environments")
+        session.log(f"making {folder.name}, once for all environments")
         with tempfile.TemporaryDirectory(dir=cache) as partial:  # a run that is cut short leaves no half
-            session.run_install("python", "-m", "pip", "install", "-q", "--target", f"{partial}/it", requirement)
+            session.run_install("python", "-m", *command, f"{partial}/it", env=env, silent=True)
             if not folder.is_dir():  # else another session was first
                 os.rename(f"{partial}/it", folder)
     return folder
 
 
+def _unpack(session: nox.Session, requirement: str) -> Path:
+    """A requirement and what it needs, unpacked once for each Python."""
+    python = _ask(session, "import sys, sysconfig; print(sys.implementation.cache_tag, sysconfig.get_platform())")
+    return _made_once(session, f"{requirement}-{python}", "pip", "install", "-q", requirement, "--target")
+
+
 def _wheel(session: nox.Session, layer: Layer) -> Path:
-    """Build a wheel, once for all environments; without isolation, for flit_core needs nothing else and is quick."""
-    cache = session.cache_dir.resolve()
-    folder = cache / f"wheel-{layer.name}-{layer.digest}"
-    if not folder.is_dir():
-        (backend,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-        env = {"PYTHONPATH": str(_unpack(session, backend))}
-        with tempfile.TemporaryDirectory(dir=cache) as partial:
-            command = ["python", "-m", "flit_core.wheel", "--outdir", f"{partial}/it", str(layer.folder)]
-            session.run_install(*command, env=env, silent=True, log=False)
-            if not folder.is_dir():
-                os.rename(f"{partial}/it", folder)
-    (wheel,) = folder.glob("*.whl")
+    """The layer's wheel; built without isolation, for flit_core needs nothing else and is quick."""
+    (backend,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    env = {"PYTHONPATH": str(_unpack(session, backend))}
+    name = f"wheel-{layer.name}-{layer.digest}"
+    (wheel,) = _made_once(session, name, "flit_core.wheel", str(layer.folder), "--outdir", env=env).glob("*.whl")
     return wheel
 
 
@@ -202,39 +186,27 @@ def _install(
     torch: str | None = None,
     constraints: Sequence[str] = (),
 ) -> None:
-    """Install the wheels of these layers, what they and the extras declare, and the lent torch; `options` are pip's.
-
-    An environment that holds just that already is left as it is: most of a short session was pip's time.
-    """
+    """Install wheels of these layers, what they and the extras declare, and the lent torch; but not what is there already."""
     torch = torch or _pinned_torch()
     declared = {layer.name: [str(one) for one in layer.requirements(*extras)] for layer in layers}
     _renew(session, [torch, declared, options, constraints])
     _lend(session, _unpack(session, torch))
-    place = Path(session.virtualenv.location)
+    place, folder = Path(session.virtualenv.location), _purelib(session)
     stamp, contents = place / "installed.json", json.dumps({layer.name: layer.digest for layer in layers})
     if options or not stamp.exists() or stamp.read_text() != contents:
         stamp.unlink(missing_ok=True)
-        _install_wheels(session, layers, [torch, *constraints], *options, extras=extras)
+        (place / "constraints.txt").write_text("\n".join([torch, *constraints]))
+        # pip keeps an installed wheel of the same version, so ours go first: what is tested is what was built just now.
+        if old := [layer.distribution for layer in layers if [*folder.glob(f"{layer.module}-*.dist-info")]]:
+            session.run_install("python", "-m", "pip", "uninstall", "-qqy", *old)
+        names = [",".join(layer.provided(*extras)) for layer in layers]
+        wheels = [
+            f"{_wheel(session, layer)}{f'[{ones}]' if ones else ''}" for layer, ones in zip(layers, names, strict=True)
+        ]
+        # Python compiles what the tests import, which is a part of it.
+        session.install("--no-compile", "-c", str(place / "constraints.txt"), *wheels, *options)
         stamp.write_text(contents)
     _check_installed(session, [layer for layer in layers if layer not in EXAMPLES])
-
-
-def _install_wheels(
-    session: nox.Session, layers: Sequence[Layer], limits: Sequence[str], *options: str, extras: Sequence[str]
-) -> None:
-    constraints = Path(session.virtualenv.location, "constraints.txt")
-    constraints.write_text("\n".join(limits))
-    # pip keeps an installed wheel of the same version, so ours go first: what is tested is what was built just now.
-    folder = _purelib(session)
-    old = [layer.distribution for layer in layers if [*folder.glob(f"{layer.module}-*.dist-info")]]
-    if old:
-        session.run_install("python", "-m", "pip", "uninstall", "-qqy", *old)
-    wanted = []
-    for layer in layers:
-        names = layer.provided(*extras)
-        wanted.append(f"{_wheel(session, layer)}[{','.join(names)}]")
-    # Python compiles what the tests import, which is a part of it.
-    session.install("--no-compile", "-c", str(constraints), *wanted, *options)
 
 
 def _lend(session: nox.Session, folder: Path) -> None:
@@ -321,7 +293,9 @@ def tests(session: nox.Session, layer: str) -> None:
     closure = _closure(EVERYTHING[layer], EVERYTHING)
     examples = [one for one in EXAMPLES if _closure(one, EVERYTHING)[:-1] == closure]
     _install(session, [*closure, *examples], extras=ALL_EXTRAS)
-    session.run("pytest", *(one.tests for one in (EVERYTHING[layer], *examples)), *session.posargs)
+    session.run(
+        "pytest", *(f"{one.folder.relative_to(ROOT)}/tests" for one in (closure[-1], *examples)), *session.posargs
+    )
 
 
 @nox.session
@@ -332,13 +306,6 @@ def integration(session: nox.Session) -> None:
 
 
 # -- on request ------------------------------------------------------------------------------------------------------
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Run the code on every page and in docstrings alone, which is a part of integration."""
-    _install(session, [*EVERYTHING.values()], extras=ALL_EXTRAS)
-    session.run("pytest", "tests/test_docs.py", *session.posargs)
 
 
 @nox.session
@@ -359,8 +326,6 @@ def models(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run every benchmark with the arguments behind `--` (`--quick` for a short one)."""
     scripts = sorted(path for path in ROOT.glob("benchmarks/*.py") if not path.name.startswith("_"))
-    if not scripts:
-        session.skip("there is no benchmark yet")
     _install(session, [*EVERYTHING.values()], extras=ALL_EXTRAS)
     for script in scripts:
         session.run("python", str(script.relative_to(ROOT)), *session.posargs, env=QUIET)
@@ -468,7 +433,8 @@ def release(session: nox.Session, layer: str) -> None:
         reasons.append(f"the tree is dirty: commit or remove\n{dirty}")
     if _git("tag", "--list", it.tag):
         reasons.append(f"the tag {it.tag} exists: raise the version in {it.folder.relative_to(ROOT)}/pyproject.toml")
-    if not it.fragments:
+    kinds = ("breaking", "deprecation", "feature", "fix")
+    if not any([*it.folder.glob(f"changelog.d/*.{kind}.md")] for kind in kinds):
         reasons.append(f"{it.folder.relative_to(ROOT)}/changelog.d holds no fragment: say what changed for its users")
     if reasons:
         session.error("\n".join([f"{it.tag} is not released:", *reasons]))
