@@ -265,3 +265,24 @@ def test_a19_inputs_and_keyword_inputs_of_any_stage_may_require_grad(
         (functional.mse_loss(part, target) * (len(target) / ROWS)).backward(retain_graph=True)
     check(found, [x.grad, *(tensor.grad for pair in again for tensor in pair)], make.__name__)
     check(*([p.grad for module in row for p in module.parameters()] for row in (modules, model)), make.__name__)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_models_of_any_dtype(threads: Threads, dtype: torch.dtype) -> None:
+    """Microbatches of 3, 2 and 2 rows; equal to the last bit, since the order is the same."""
+    x, y = (tensor.to(dtype) for tensor in batch())
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (out - target).abs().square().mean()
+
+    def whole(transport: Transport) -> None:
+        step(build(transport, modules, one_f_one_b(3, 3), loss), x, y)
+
+    modules, model = ([module.to(dtype) for module in seeded(*(Leaves() for _ in range(3)))] for _ in range(2))
+    threads(whole, 3)
+    for part, target in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+        found = loss(nn.Sequential(*model)(part), target)
+        found.backward(torch.tensor(len(part) / ROWS, dtype=found.dtype))
+    for module, right in zip(modules, model, strict=True):
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), right.parameters(), strict=True))
