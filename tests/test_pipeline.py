@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 import stepwell
+import stepwell_stage
 from stepwell.exceptions import PipelineError
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport
@@ -279,3 +280,38 @@ def test_gathering_dtensors_says_what_to_gather_instead(workers: WorkerPool) -> 
 def test_a_timeline_needs_a_trace() -> None:
     with pytest.raises(PipelineError, match="pass trace=True"):
         one_rank().timeline()
+
+
+class Residual(nn.Module):
+    """A model that is no row of layers: what the first layer makes is used again after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        kept = x = self.layers[0](x)
+        for layer in list(self.layers)[1:]:
+            x = layer(x).tanh()
+        return x + kept * scale
+
+
+@pytest.mark.parametrize("inputs", ["every", "first"])
+def test_a_model_that_was_cut(inputs: Any) -> None:
+    def main(world: stepwell.World) -> Any:
+        cut = stepwell_stage.split(models[world.rank], 2, example=x[:2], inputs=inputs)
+        pipe = stepwell.pipeline(cut, world, loss_fn=functional.mse_loss, microbatches=3)
+        return pipe.step(x, target=y).loss, {n: p.grad for n, p in pipe.named_parameters()}, pipe.eval(x).outputs
+
+    x, y = X.double(), Y.double()
+    models = [Residual().double() for _ in range(2)]
+    model = Residual().double()
+    results = stepwell.launch(main, ranks=2)
+    loss = functional.mse_loss(model(x), y)
+    loss.backward()
+    assert [one for one, _, _ in results] == [pytest.approx(loss.item(), rel=1e-14)] * 2
+    grads = {name: grad for _, mine, _ in results for name, grad in mine.items()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(results[1][2], model(x).detach(), rtol=1e-12, atol=1e-14)

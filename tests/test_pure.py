@@ -34,7 +34,14 @@ PURE = {
         "_failure.py",
         "_tags.py",
     ],
-    "stepwell_stage": ["exceptions.py", "schedules.py", "plan"],
+    "stepwell_stage": [
+        "exceptions.py",
+        "schedules.py",
+        "plan",
+        "split/_units.py",
+        "split/_values.py",
+        "split/_demand.py",
+    ],
     "stepwell_graphpasses": ["exceptions.py", "_plan.py"],
 }
 ALLOWED = ["attr", "attrs", "typing_extensions"]

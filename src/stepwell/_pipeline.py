@@ -13,6 +13,7 @@ from torch import nn
 from stepwell_stage import (
     Executor,
     LossWeights,
+    ModelSplit,
     PipelineStage,
     Schedule,
     Timeline,
@@ -40,7 +41,7 @@ class StepResult:
 
 
 def pipeline(
-    pieces: nn.Module | Sequence[nn.Module | Callable[[], nn.Module]],
+    pieces: nn.Module | ModelSplit | Sequence[nn.Module | Callable[[], nn.Module]],
     world: World,
     *,
     loss_fn: Callable[..., torch.Tensor],
@@ -55,6 +56,7 @@ def pipeline(
     Args:
         pieces: the model, if it runs its layers one after the other: it is cut into stages by
             :func:`stepwell_stage.split_sequential`, with as even numbers of parameters as can be, and tied parameters stay tied.
+            Any other model as :func:`stepwell_stage.split` cut it, into as many stages as the schedule has.
             Or modules that run one after the other, each with the outputs of the one before as its positional arguments.
             Consecutive pieces are put together to as many stages as the schedule has, as evenly as their number allows; those of
             different stages share no parameters. A piece may be a function that makes the module, called only on the rank that
@@ -65,7 +67,7 @@ def pipeline(
         microbatches: how many microbatches a batch is cut into; needed with a name, and by default as many as ranks.
         loss_weights: see :class:`stepwell_stage.Executor`.
         init_fn: gives values to this rank's part of a whole model that is on the meta device; see
-            :meth:`stepwell_stage.SequentialSplit.module`.
+            :meth:`stepwell_stage.SequentialSplit.module` and :meth:`stepwell_stage.ModelSplit.module`.
         trace: whether to note what happens when, for :meth:`Pipeline.timeline`.
 
     Raises:
@@ -73,8 +75,8 @@ def pipeline(
         PipelineError: the pieces, the schedule and the number of ranks do not fit together.
     """
     plan = _schedule(schedule, world.size, microbatches)
-    if isinstance(pieces, nn.Module):
-        cut = split_sequential(pieces, plan.placement.num_stages)
+    if isinstance(pieces, nn.Module | ModelSplit):
+        cut = split_sequential(pieces, plan.placement.num_stages) if isinstance(pieces, nn.Module) else pieces
         stages = cut.stages(plan.placement, world.rank, world.device, init_fn=init_fn)
         tied = cut.tied
     else:
@@ -86,7 +88,7 @@ def pipeline(
     )
     if tied:
         tie(executor, tied)
-    return Pipeline(executor, world)
+    return Pipeline(executor, world, cut=pieces if isinstance(pieces, ModelSplit) else None)
 
 
 class Pipeline:
@@ -100,9 +102,10 @@ class Pipeline:
         last_rank: the rank of the last stage, which gets outputs and timelines.
     """
 
-    def __init__(self, executor: Executor, world: World) -> None:
+    def __init__(self, executor: Executor, world: World, *, cut: ModelSplit | None = None) -> None:
         self.executor = executor
         self.world = world
+        self._cut = cut
         self.last_rank = executor.plan.placement.ranks[-1]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -125,14 +128,13 @@ class Pipeline:
         """Run a batch forward and backward; gradients accumulate in ``.grad``.
 
         Args:
-            args: the model's inputs: of the whole batch, on every rank. Only the first stage's rank uses them.
+            args: the model's inputs: of the whole batch, on every rank.
             target: what ``loss_fn`` gets. Only the last stage's rank uses it.
             return_outputs: whether the result shall hold the outputs.
             kwargs: keyword inputs of this rank's stages.
         """
-        outputs = self.executor.step(
-            *self._inputs(args), target=self._target(target), return_outputs=return_outputs, **kwargs
-        )
+        args, kwargs = self._inputs(args, kwargs)
+        outputs = self.executor.step(*args, target=self._target(target), return_outputs=return_outputs, **kwargs)
         return StepResult(self._loss(), outputs)
 
     def eval(self, *args: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> StepResult:
@@ -140,9 +142,8 @@ class Pipeline:
 
         The loss is computed if a target is given. Modules stay in the mode they are in, see :meth:`train`.
         """
-        outputs = self.executor.eval(
-            *self._inputs(args), target=self._target(target), return_outputs=return_outputs, **kwargs
-        )
+        args, kwargs = self._inputs(args, kwargs)
+        outputs = self.executor.eval(*args, target=self._target(target), return_outputs=return_outputs, **kwargs)
         return StepResult(self._loss(), outputs)
 
     def timeline(self) -> Timeline | None:
@@ -157,8 +158,12 @@ class Pipeline:
             raise PipelineError("nothing was traced: pass trace=True to pipeline(), and take a step first")
         return gather_timeline(self.executor, to=self.last_rank)
 
-    def _inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args if self.executor.is_first else ()
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What this rank's stages are given of the model's inputs."""
+        if self._cut is None:
+            return args if self.executor.is_first else (), kwargs
+        wanted = self.executor.is_first or self._cut.inputs == "every"
+        return (), self._cut.keywords(*args, **kwargs) if wanted else {}
 
     def _target(self, target: Any) -> Any:
         return target if self.executor.is_last else None

@@ -32,7 +32,7 @@ class StageForward:
         absence: of the stage's module.
 
     Attributes:
-        forwards: how often it ran.
+        forwards: how often it ran, not counting those that found out what other stages' units return.
         seconds: how long that took.
         glue_seconds: of these, how long what is no unit of the stage took.
     """
@@ -53,7 +53,7 @@ class StageForward:
 
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
-        start = time.perf_counter()
+        start, known = time.perf_counter(), self._templates.count
         values = {} if self._stage == 0 else dict(zip(self._plan.receives, received, strict=True))
         named = self._named(received, inputs, values)
         passed = self._passed(named, values)
@@ -74,10 +74,11 @@ class StageForward:
                 "the model returned something that it did not return in the example, or that a hook took out of a unit of another"
                 " stage: leave it out of what the model returns"
             )
-        self.forwards += 1
-        seconds = time.perf_counter() - start
-        self.seconds += seconds
-        self.glue_seconds += seconds - glue.unit_seconds
+        if self._templates.count == known:
+            self.forwards += 1
+            seconds = time.perf_counter() - start
+            self.seconds += seconds
+            self.glue_seconds += seconds - glue.unit_seconds
         return result
 
     def _named(

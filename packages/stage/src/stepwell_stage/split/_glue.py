@@ -1,7 +1,6 @@
 """One forward of a stage.
 
-Counts what glue does, takes what comes from elsewhere in place of computing it, and keeps what is
-sent.
+Counts what glue does, takes what comes from elsewhere in place of computing it, and keeps what is sent.
 """
 
 from __future__ import annotations

@@ -38,16 +38,17 @@ class ModelSplit:
         parts: the names of the units of each stage, in the order in which they run.
         tied: what several stages hold, for :func:`stepwell_stage.tie`.
         costs: what each unit was taken to cost, by name.
+        inputs: "every" where each rank passes the model's inputs, "first" where only the first stage's rank does.
     """
 
     model: nn.Module
     parts: tuple[tuple[str, ...], ...]
     tied: Mapping[str, tuple[tuple[int, str], ...]]
     costs: Mapping[str, float]
+    inputs: Literal["every", "first"]
     _look: Look
     _owners: Mapping[int, int]
     _holding: Holding
-    _inputs: Literal["every", "first"]
     _modules: dict[int, nn.Module] = attrs.field(factory=dict, init=False)
 
     @property
@@ -107,7 +108,7 @@ class ModelSplit:
             stage,
             look,
             self._demand(placement).stages[stage],
-            everywhere=self._inputs == "every",
+            everywhere=self.inputs == "every",
             control=control,
             absence=absence,
         )
@@ -206,7 +207,7 @@ def _demanded(cut: ModelSplit, ranks: tuple[int, ...]) -> Demand:
         cut._owners,
         num_stages=cut.num_stages,
         ranks=ranks,
-        inputs_everywhere=cut._inputs == "every",
+        inputs_everywhere=cut.inputs == "every",
     )
 
 
@@ -283,7 +284,7 @@ def split(
         raise StageUsageError(f"no unit is left for stage {empty}: use fewer stages, or say which unit is where")
     found = demand(look.recording, owners, num_stages=count, ranks=range(count), inputs_everywhere=inputs == "every")
     holding = hold(model, look.units, parts, found.stages)
-    return ModelSplit(model, tuple(tuple(part) for part in parts), holding.tied, prices, look, owners, holding, inputs)
+    return ModelSplit(model, tuple(tuple(part) for part in parts), holding.tied, prices, inputs, look, owners, holding)
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

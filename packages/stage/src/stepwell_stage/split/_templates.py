@@ -36,6 +36,11 @@ class Templates:
         self._singles = singles
         self._known: dict[Hashable, Any] = {}
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._known)
+
     def is_single(self, number: int) -> bool:
         """Whether an operation gives a single tensor."""
         return number in self._singles
