@@ -102,11 +102,13 @@ class Packing:
 
     Attributes:
         messages: of each message the index of its first value, and what it looks like.
+        is_trivial: whether each value is a message.
     """
 
     def __init__(self, metas: Sequence[TensorMeta], *, small: int = SMALL) -> None:
         self._count = len(metas)
         self._pack = next(iter(plan_packs(metas, small=small)), None)
+        self.is_trivial = self._pack is None
         packed = self._pack.indices if self._pack is not None else ()
         messages = {index: meta.without_grad() for index, meta in enumerate(metas) if index not in packed}
         if self._pack is not None:

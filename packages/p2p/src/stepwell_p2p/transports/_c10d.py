@@ -319,7 +319,7 @@ class _Route:
         self, channel: Any, peer: int, tag_base: int, number: int, counter: Iterator[int], *, is_send: bool
     ) -> None:
         self.channel = channel  # None: a message to oneself
-        self.start = None if channel is None else channel.send if is_send else channel.recv
+        self.start: Any = None if channel is None else channel.send if is_send else channel.recv
         self.peer = peer
         self.number = number
         self.counter = counter  # shared by the transports of one link

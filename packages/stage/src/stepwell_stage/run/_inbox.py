@@ -29,7 +29,10 @@ class Coming:
 
     def post(self, transport: Transport) -> Handle:
         """Start to receive; the handle gives the values."""
-        return self.packing.unpack(transport.post(self.batch)) if self.batch else _NOTHING
+        if not self.batch:
+            return _NOTHING
+        handle = transport.post(self.batch)
+        return handle if self.packing.is_trivial else self.packing.unpack(handle)
 
 
 class Inbox:

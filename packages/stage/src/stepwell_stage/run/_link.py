@@ -274,10 +274,6 @@ class _End(abc.ABC):
         if handle is not None:  # nothing was sent where nothing needs a gradient
             handle.wait()
 
-    def _arrived(self, microbatch: int) -> Sequence[torch.Tensor]:
-        """What the other end sent, as plain tensors."""
-        return self._coming.pop(microbatch).wait()
-
     def _whole(self, local: torch.Tensor, meta: AnyMeta) -> torch.Tensor:
         """A received tensor as its meta describes it."""
         return meta.from_local(local, self._meshes.get(meta.mesh_key)) if isinstance(meta, DTensorMeta) else local
@@ -309,7 +305,7 @@ class InLink(_End):
 
     def arrive(self, microbatch: int) -> None:
         """Wait for the values."""
-        tensors = self._arrived(microbatch)
+        tensors: Sequence[torch.Tensor] = self._coming.pop(microbatch).wait()
         crossing = self.crossing(microbatch)
         if crossing.has_dtensors:
             tensors = [self._whole(t, meta) for t, meta in zip(tensors, crossing.metas, strict=True)]
@@ -347,23 +343,25 @@ class InLink(_End):
                         " value does not require grad",
                         stage=self.place.destination,
                     )
-        self._grads[microbatch] = [
-            self._or_zeros(grads[n], meta) for n, meta in zip(crossing.back, crossing.back_metas, strict=True)
-        ]
+        mine = [grads[number] for number in crossing.back]
+        if crossing.has_dtensors or any(grad is None for grad in mine):
+            mine = [self._or_zeros(grad, meta) for grad, meta in zip(mine, crossing.back_metas, strict=True)]
+        self._grads[microbatch] = mine  # type: ignore[assignment]  # none of them is None now
 
     def send(self, microbatch: int) -> None:
         """Post the send of the gradients."""
         grads = self._grads.pop(microbatch)
         if not grads:
             return
-        crossing = self.crossing(microbatch)
-        ops = self._send_ops(microbatch, len(grads))
         locals_ = [g if type(g) is torch.Tensor else to_local_if_dtensor(g, detach=True) for g in grads]
+        crossing = self.crossing(microbatch)
         if crossing.back is None and microbatch in self.first_grads:
             meta = BackwardMeta(extract_metas(grads))
             self._learn_grads(self.groups[microbatch], meta)
-            self._sent[microbatch] = send_values(self._transport, ops[0], encode(meta), locals_)
+            op = self._send_ops(microbatch, 1)[0]
+            self._sent[microbatch] = send_values(self._transport, op, encode(meta), locals_)
             return
+        ops = self._send_ops(microbatch, len(locals_))
         # Nobody else uses these gradients: the transport may hand over the memory itself.
         self._sent[microbatch] = self._transport.post(crossing.grads_packing.sends(ops, locals_, owned=True))
 
@@ -439,8 +437,10 @@ class OutLink(_End):
 
     def send(self, microbatch: int) -> None:
         """Post the send of the values."""
-        values = [value.detach() for value in self._values.pop(microbatch)]
-        locals_ = [v if type(v) is torch.Tensor else to_local_if_dtensor(v) for v in values]
+        locals_ = []
+        for value in self._values.pop(microbatch):
+            local = value.detach()
+            locals_.append(local if type(local) is torch.Tensor else to_local_if_dtensor(local))
         group = self.groups[microbatch]
         if group not in self.looks.values:
             op = self._send_ops(microbatch, 1)[0]
@@ -452,7 +452,7 @@ class OutLink(_End):
 
     def arrive(self, microbatch: int) -> None:
         """Wait for the gradients."""
-        tensors = self._arrived(microbatch)
+        tensors: Sequence[torch.Tensor] = self._coming.pop(microbatch).wait()
         crossing = self.crossing(microbatch)
         if crossing.has_dtensors:
             tensors = [self._whole(t, meta) for t, meta in zip(tensors, crossing.back_metas, strict=True)]

@@ -280,14 +280,13 @@ class StageRun:
 
     def _check(self, microbatch: int, expected: ForwardMeta, leaves: Sequence[torch.Tensor], structure: Any) -> None:
         """Refuse outputs that are not what was agreed on, before any of them is sent."""
-        fits = structure is expected.structure or structure == expected.structure
-        if fits and all(
-            same_look(leaf, meta)
-            # An output that needs no gradient where one is expected is fine: that gradient is not used.
-            and not (self.has_backward and leaf.requires_grad and not meta.requires_grad)
-            for leaf, meta in zip(leaves, expected.outputs, strict=True)
-        ):
-            return
+        if structure is expected.structure or structure == expected.structure:
+            for leaf, meta in zip(leaves, expected.outputs, strict=True):
+                # An output that needs no gradient where one is expected is fine: that gradient is not used.
+                if not same_look(leaf, meta) or (self.has_backward and leaf.requires_grad and not meta.requires_grad):
+                    break
+            else:
+                return
         if structure != expected.structure and len(leaves) == len(expected.outputs):
             raise PipeliningMetadataError(
                 f"stage {self.index}, microbatch {microbatch}: the outputs' structure was agreed to be {expected.structure},"
