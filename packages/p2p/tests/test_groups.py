@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,7 +15,7 @@ import stepwell_p2p.transports._c10d as c10d_module
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement
 from stepwell_p2p._channels import Channel
-from stepwell_p2p._groups import _split, open_registered, rounds_of
+from stepwell_p2p._groups import ChannelGroup, _split, open_registered, rounds_of
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -59,6 +61,22 @@ def test_a_group_is_split_off_where_the_backend_can() -> None:
         made[0].close()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("comes_after", "least", "most"), [(0.3, 0.3, 1.5), (None, 1.9, 4.0)])
+def test_a_group_stays_until_all_its_members_are_connected(
+    comes_after: float | None, least: float, most: float
+) -> None:
+    """A rank that opened and closed at once looked dead to one that was still connecting; one that never comes is given up."""
+    store = dist.HashStore()
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
+    made = ChannelGroup(Channel("0->1", (0, 1)), group, "gloo", store)
+    store.set("up/0", "")
+    start = time.monotonic()
+    if comes_after is not None:
+        threading.Timer(comes_after, lambda: store.set("up/1", "")).start()
+    made.close()
+    assert least <= time.monotonic() - start < most
 
 
 def test_rounds_have_disjoint_members_and_keep_the_order() -> None:

@@ -11,6 +11,7 @@ of their own, so that all hold equally many.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -21,6 +22,8 @@ from ._channels import Channel
 from ._compat import gloo_groups
 from .exceptions import TransportError
 
+_STILL_CONNECTING = timedelta(seconds=2)
+
 
 @attrs.frozen(eq=False)
 class ChannelGroup:
@@ -30,18 +33,27 @@ class ChannelGroup:
         channel: which channel.
         group: something with ``send`` and ``recv``; a registered ``ProcessGroup`` unless made of gloo.
         made_by: ``"gloo"``, ``"split_group"`` or ``"new_group"``.
+        store: of a gloo group: where each member says that it is connected.
     """
 
     channel: Channel
     group: dist.ProcessGroup | dist.ProcessGroupGloo
     made_by: str
+    store: dist.Store | None = None
 
     def peer(self, rank: int) -> int:
         """The number, within this group, of a rank of the pipeline."""
         return self.channel.ranks.index(rank)
 
     def close(self) -> None:
-        """Release sockets and threads."""
+        """Release sockets and threads.
+
+        A member that is connected may be done with all its work, or have none, before another has heard that they are: sockets
+        that close then would look to that one like a peer that died.
+        """
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):  # one that failed never comes, and the store may be gone
+                self.store.wait([f"up/{rank}" for rank in self.channel.ranks], _STILL_CONNECTING)
         if isinstance(self.group, dist.ProcessGroup):
             if dist.is_initialized():
                 dist.destroy_process_group(self.group)
@@ -77,7 +89,8 @@ def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, time
                 f"rank {rank} could not open channel {channel.name}: rank {others} did not connect within"
                 f" {timeout.total_seconds():g} s ({error})"
             ) from error
-        groups.append(ChannelGroup(channel, group, "gloo"))
+        inner.set(f"up/{rank}", "")
+        groups.append(ChannelGroup(channel, group, "gloo", inner))
     return groups
 
 
