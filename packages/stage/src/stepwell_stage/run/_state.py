@@ -316,7 +316,7 @@ def _initialised(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
         return
     grads = [parameter.grad for parameter in parameters]
-    options = [
+    options: list[dict[str, Any]] = [
         {name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups
     ]
     try:
