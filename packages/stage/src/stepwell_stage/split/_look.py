@@ -97,7 +97,7 @@ def _record(
     copy, control = copy_structure(model, units, units if real else (), held, (), absence)
     everywhere = constants(model, own)
     readable = [(name, tensor) for name, tensor in control.named.items() if name not in everywhere]
-    recorder = Recorder(absence, None if real else Templates(absence), named, readable)
+    recorder = Recorder(absence, None if real else Templates(absence, anew=True), named, readable)
     args, kwargs = taken.call(named)
     with control.running(recorder):
         result = copy(*args, **kwargs)

@@ -26,15 +26,22 @@ class Templates:
         absence: makes absent tensors.
         examples: for units that decide by data, by the number of the call: what it took and gave.
         singles: numbers of operations that give a single tensor, not a row of them.
+        anew: whether every call gets tensors of its own; otherwise they are the same again, unless glue changed them.
     """
 
     def __init__(
-        self, absence: Absence, examples: Mapping[int, Example] | None = None, singles: frozenset[int] = frozenset()
+        self,
+        absence: Absence,
+        examples: Mapping[int, Example] | None = None,
+        singles: frozenset[int] = frozenset(),
+        *,
+        anew: bool = False,
     ) -> None:
         self._absence = absence
         self._examples = examples or {}
         self._singles = singles
-        self._known: dict[Hashable, Any] = {}
+        self._anew = anew
+        self._known: dict[Hashable, _Known] = {}
 
     @property
     def count(self) -> int:
@@ -60,8 +67,8 @@ class Templates:
         key = (name, module.training, dtype, signature(args), signature(kwargs))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._make(number, name, call, args, kwargs)
-        return with_tensors(known, map(torch.Tensor.detach, tensors_in(known)))
+            known = self._known[key] = _Known(self._make(number, name, call, args, kwargs))
+        return known.result(anew=self._anew)
 
     def _make(
         self,
@@ -78,6 +85,23 @@ class Templates:
         absent_kwargs = with_tensors(dict(kwargs), map(self._absence.of, tensors_in(kwargs)))
         with torch.no_grad(), self._absence.mode:
             return call(*absent_args, **absent_kwargs)
+
+
+class _Known:
+    """One result. Mutable: what glue changed in place is made anew."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+        self._leaves = list(tensors_in(result))
+        self._looks = [(leaf.detach(), leaf._version) for leaf in self._leaves]
+
+    def result(self, *, anew: bool) -> Any:
+        """It, in containers of its own."""
+        for number, (kept, version) in enumerate(self._looks):
+            if anew or self._leaves[number]._version != version:
+                leaf = self._leaves[number] = torch.empty_like(kept)
+                self._looks[number] = (kept, leaf._version)
+        return with_tensors(self._result, iter(self._leaves))
 
 
 class Example:
