@@ -1,9 +1,10 @@
-"""Trains a small GPT on text through a pipeline, and checks it against the same model in one process.
+"""Trains a small GPT, or any causal model of transformers, on text through a pipeline, and checks it against one process.
 
     python examples/train_text.py                          # ranks are threads of this process
     python examples/train_text.py --launcher gloo          # ranks are processes, started by torchrun
     python examples/train_text.py --launcher shm           # the same over the example's own transport, transport_shm
     torchrun --nproc-per-node 4 examples/train_text.py     # the same
+    python examples/train_text.py --model transformers:gpt2   # a model as its authors wrote it, cut by stepwell_stage.split
 
 The text is the help that ships inside every CPython, or any file given with --text; tokens are bytes.
 """
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,10 +28,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stepwell
-from stepwell_stage import Costs, Plan, Timeline, schedules, simulate
+from stepwell_stage import Costs, ModelSplit, Plan, Schedule, Timeline, schedules, simulate, split
 from stepwell_stage.exceptions import StageError
 
 VOCABULARY = 256  # bytes
+OWN, FROM_TRANSFORMERS = "gpt", "transformers:"
 
 
 class Embedding(nn.Module):
@@ -77,15 +80,78 @@ class Head(nn.Module):
         return self.score(self.norm(x))
 
 
-def loss_fn(scores: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+def scores_of(output: Any) -> Tensor:
+    """The scores that a model returns, bare or among other things."""
+    return output if isinstance(output, Tensor) else output["logits"]
 
 
-def build(options: argparse.Namespace) -> nn.Sequential:
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    return functional.cross_entropy(scores_of(output).flatten(0, 1), target.flatten())
+
+
+class Unavailable(Exception):
+    """What was asked for is not here; the message says what to do."""
+
+
+def build(options: argparse.Namespace) -> nn.Module:
     """The whole model; every rank that builds it gets the same weights."""
     torch.manual_seed(options.seed)
+    if options.model != OWN:
+        return build_from_transformers(options)
     blocks = [Block(options.width, options.heads) for _ in range(options.layers)]
     return nn.Sequential(Embedding(options.width, options.seq_len), *blocks, Head(options.width))
+
+
+def build_from_transformers(options: argparse.Namespace) -> nn.Module:
+    """A causal model by its class or its kind, small and with random weights; nothing is downloaded."""
+    name = options.model.removeprefix(FROM_TRANSFORMERS)
+    try:
+        import transformers
+    except ImportError as error:
+        raise Unavailable("transformers is not installed: python -m pip install transformers") from error
+    transformers.logging.set_verbosity_error()
+    kind = getattr(transformers, name, None)
+    try:
+        config_class = kind.config_class if kind else type(transformers.AutoConfig.for_model(name))
+        causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    except (AttributeError, KeyError, ValueError) as error:
+        raise Unavailable(
+            f"transformers {transformers.__version__} has no causal model {name!r}: give a kind, such as gpt2 or llama, or a"
+            " class, such as LlamaForCausalLM"
+        ) from error
+    if kind not in (None, causal):
+        raise Unavailable(f"{name} does not predict the next token: use --model {FROM_TRANSFORMERS}{causal.__name__}")
+    default = config_class()
+    sizes = {  # under the names that configurations share; each maps them to its own
+        "vocab_size": VOCABULARY,
+        "hidden_size": options.width,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.heads,
+        "head_dim": options.width // options.heads,
+        "intermediate_size": 4 * options.width,
+        "ffn_dim": 4 * options.width,
+        "word_embed_proj_dim": options.width,
+        "max_position_embeddings": options.seq_len,
+    }
+    known = {key: value for key, value in sizes.items() if hasattr(default, key)}
+    # Where ranks are threads they share one generator, and no check against one process could hold.
+    no_dropout = {key: 0.0 for key, value in default.to_dict().items() if "drop" in key and isinstance(value, float)}
+    config = config_class(**known, **no_dropout, use_cache=False)
+    try:
+        return causal(config)
+    except ValueError as error:
+        raise Unavailable(f"transformers cannot build {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def cut_for(model: nn.Module, schedule: Schedule, options: argparse.Namespace) -> ModelSplit | None:
+    """A model that is no row of layers, cut into the schedule's stages."""
+    if isinstance(model, nn.Sequential):
+        return None
+    # As large as a microbatch: some models go another way where there is one sample only.
+    size = -(-options.batch // options.microbatches)
+    example = torch.zeros(size, options.seq_len, dtype=torch.long, device=options.device)
+    return split(model, schedule.placement.num_stages, example=example)
 
 
 def batches(text: bytes, options: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
@@ -148,21 +214,25 @@ class Check:
         return right, sentence
 
 
-def train(world: stepwell.World, model: nn.Sequential, text: bytes, options: argparse.Namespace) -> bool:
+def train(
+    world: stepwell.World, model: nn.Module, cut: ModelSplit | None, text: bytes, options: argparse.Namespace
+) -> bool:
     """What every rank does. Returns whether the check, if asked for, went well."""
-    schedule = schedules.BY_NAME[options.schedule](options.stages, options.microbatches)
+    schedule = schedule_for(options)
     last = schedule.placement.ranks[-1]
     speaks = world.rank == last
     check = Check(model, options) if options.check and speaks else None
     whole = copy.deepcopy(model) if speaks else None
-    pipe = stepwell.pipeline(model, world, loss_fn=loss_fn, schedule=schedule, trace=True)
+    pipe = stepwell.pipeline(cut or model, world, loss_fn=loss_fn, schedule=schedule, trace=True)
     optimizer = optimizer_for(pipe.parameters(), options)
     console = Console(quiet=not speaks, highlight=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    what = type(model).__name__ if cut else "GPT"
+    workers = "threads" if options.launcher == "loopback" else "processes"
     console.print(
-        f"GPT of {parameters / 1e6:.2f} M parameters, {options.layers} layers in {schedule.placement.num_stages} stages on"
-        f" {world.size} {'threads' if options.launcher == 'loopback' else 'processes'} ({options.device}), {schedule.name},"
-        f" {options.microbatches} microbatches; {len(text) / 1e3:.0f} kB of text"
+        f"{what} of {parameters / 1e6:.2f} M parameters, {options.layers} layers in {schedule.placement.num_stages} stages on"
+        f" {world.size} {workers} ({options.device}), {schedule.name}, {options.microbatches} microbatches;"
+        f" {len(text) / 1e3:.0f} kB of text"
     )
     with Progress(
         TextColumn("training"),
@@ -200,7 +270,10 @@ def train(world: stepwell.World, model: nn.Sequential, text: bytes, options: arg
     weights = stepwell.gather(world.transport, dict(pipe.named_parameters()), to=last)
     if whole is None or weights is None or timeline is None:
         return True
-    whole.load_state_dict({name: value for part in weights for name, value in part.items()})
+    own = dict(whole.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in (pair for part in weights for pair in part.items()):
+            own[name].copy_(value)
     predicted = predict(pipe.executor.plan, timeline)
     for what, picture in (("last step, as measured", timeline), ("as predicted from its actions", predicted)):
         console.print(f"\n{what}:\n{picture.to_text(min(console.width, 120))}", markup=False)
@@ -224,15 +297,24 @@ def sample(model: nn.Module, options: argparse.Namespace, length: int = 160) -> 
     generator = torch.Generator(options.device).manual_seed(options.seed)
     tokens = torch.tensor([list(b"The ")], device=options.device)
     for _ in range(length):
-        scores = model(tokens[:, -options.seq_len :])[:, -1] / 0.7
+        scores = scores_of(model(tokens[:, -options.seq_len :]))[:, -1] / 0.7
         drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
+def schedule_for(options: argparse.Namespace) -> Schedule:
+    return schedules.BY_NAME[options.schedule](options.stages, options.microbatches)
+
+
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes]:
     """Options and text; whatever does not fit together ends here, with a sentence and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model",
+        default=OWN,
+        help=f"{OWN}, this file's own (default), or transformers:NAME, such as gpt2, llama or LlamaForCausalLM",
+    )
     parser.add_argument(
         "--stages",
         type=int,
@@ -264,13 +346,15 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
     for name in ("stages", "microbatches", "steps", "batch", "seq_len", "layers", "width", "heads"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.model != OWN and not options.model.startswith(FROM_TRANSFORMERS):
+        parser.error(f"--model must be {OWN} or {FROM_TRANSFORMERS}NAME, got {options.model!r}")
     if options.schedule not in schedules.BY_NAME:
         parser.error(f"--schedule must be one of {', '.join(schedules.BY_NAME)}, got {options.schedule!r}")
     try:
-        stages = schedules.BY_NAME[options.schedule](options.stages, options.microbatches).placement.num_stages
+        stages = schedule_for(options).placement.num_stages
     except StageError as error:
         parser.error(f"--schedule {options.schedule} with --stages {options.stages}: {error}")
-    if stages > options.layers + 2:
+    if options.model == OWN and stages > options.layers + 2:
         parser.error(
             f"--stages {options.stages} with --schedule {options.schedule} needs {stages} pieces, but {options.layers} layers,"
             f" embedding and head make {options.layers + 2}: use fewer stages or more --layers"
@@ -306,7 +390,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
     return options, text
 
 
-def train_over_shm(model: nn.Sequential, text: bytes, options: argparse.Namespace) -> bool:
+def train_over_shm(model: nn.Module, cut: ModelSplit | None, text: bytes, options: argparse.Namespace) -> bool:
     """Trains over a transport that no layer of stepwell knows of."""
     sys.path.insert(0, str(Path(__file__).with_name("transport_shm") / "src"))  # runs without installing the example
     from stepwell_transport_shm import SharedMemoryTransport
@@ -314,7 +398,7 @@ def train_over_shm(model: nn.Sequential, text: bytes, options: argparse.Namespac
     transport = SharedMemoryTransport.from_environment()
     try:
         world = stepwell.World(transport.rank, transport.size, torch.device(options.device), transport)
-        return train(world, model, text, options)
+        return train(world, model, cut, text, options)
     except BaseException as error:
         transport.abort(f"{type(error).__name__}: {error}")  # this process may live on, and the others must not wait
         raise
@@ -329,11 +413,16 @@ def main() -> None:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.stages)]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *command, __file__, *sys.argv[1:]])
-    model = build(options)
+    try:
+        model = build(options)
+        cut = cut_for(model, schedule_for(options), options)
+    except (Unavailable, StageError) as error:
+        print(f"train_text.py: error: --model {options.model}: {error}", file=sys.stderr)
+        sys.exit(2)
     if options.launcher == "shm":
-        sys.exit(0 if train_over_shm(model, text, options) else 1)
+        sys.exit(0 if train_over_shm(model, cut, text, options) else 1)
     results = stepwell.launch(
-        lambda world: train(world, model, text, options), ranks=options.stages, device=options.device
+        lambda world: train(world, model, cut, text, options), ranks=options.stages, device=options.device
     )
     sys.exit(0 if all(results) else 1)
 

@@ -96,12 +96,15 @@ def test_it_trains_over_shared_memory(arguments: list[str], workers: WorkerPool,
         (["--text", "nowhere.txt"], "--text nowhere.txt cannot be read: No such file"),
         (["--text", str(SCRIPT), "--seq-len", "1000000"], "too few for --seq-len 1000000"),
         (["--launcher", "smoke"], "invalid choice: 'smoke'"),
+        (["--model", "gpt3"], "--model must be gpt or transformers:NAME, got 'gpt3'"),
+        (["--model", "transformers:gpt2"], "transformers is not installed: python -m pip install transformers"),
     ],
 )
 def test_wrong_options_get_a_sentence_and_exit_code_2(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train_text.py", *arguments])
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
     with pytest.raises(SystemExit) as exit_:
         load(SCRIPT).main()
     assert exit_.value.code == 2
