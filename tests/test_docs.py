@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from stepwell_meta._compat import LOADED_LATE
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 RUNNER = Path(__file__).with_name("page_runner.py")
@@ -61,7 +63,10 @@ def name_of(page: Path) -> str:
 def run(page: str, code: str, folder: Path) -> tuple[int | None, str]:
     """Exit code (None: still running after the deadline) and output of a script in a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", *PACKAGES])
+    # The server is one for the whole session, also for the pool of the other tests, so it holds what their workers need.
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", *LOADED_LATE, "cloudpickle", "stepwell_meta._worker", *PACKAGES]
+    )
     file, output = folder / page, folder / "output.txt"
     file.write_text(code)
     names = {"PAGE_AND_OUTPUT": (str(file), str(output))}
