@@ -26,7 +26,7 @@ from stepwell_p2p import Edge, Op, OpKind, Placement, Transport, Wire, receive_v
 
 from ..plan._wiring import Wiring
 from ._classes import with_classes
-from ._link import LinkLooks, select
+from ._looks import LinkLooks, select
 
 if TYPE_CHECKING:
     from ._stage import PipelineStage

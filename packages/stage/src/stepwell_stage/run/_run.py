@@ -26,7 +26,8 @@ from ._agree import Cut, agree, declared_looks, sweep
 from ._announce import Announcer, Word
 from ._bind import Around, Handlers, bind
 from ._inbox import Inbox
-from ._link import InLink, LinkLooks, LinkPlace, OutLink
+from ._link import InLink, LinkPlace, OutLink
+from ._looks import LinkLooks
 from ._stage import PipelineStage
 from ._stage_run import Known, StageRun, StepData
 

@@ -26,7 +26,7 @@ from stepwell_p2p import C10dTransport, Transport, Wire
 
 from .._compat import tree_flatten
 from ..exceptions import StageUsageError
-from ._link import forward_meta
+from ._looks import forward_meta
 from ._program import EagerProgram, StageProgram
 from ._torch_stage import TorchStage
 

@@ -18,7 +18,8 @@ from stepwell_meta.exceptions import PipeliningMetadataError
 
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
-from ._link import InLink, LinkLooks, OutLink, forward_meta, same_look
+from ._link import InLink, OutLink
+from ._looks import LinkLooks, forward_meta, same_look
 from ._loss import take_apart
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from ..exceptions import StageExecutionError, StageUsageError
 from ..plan._action import Kind
 from ..plan._wiring import Wiring
 from ._agree import Cut, Word, declared_looks, pass_on
-from ._link import LinkLooks, select
+from ._looks import LinkLooks, select
 from ._probe import Probe, undisturbed
 from ._program import StageProgram
 from ._torch_run import OpsTransport, TorchRun

@@ -22,7 +22,8 @@ from ..exceptions import StageUsageError
 from ..plan._action import Kind
 from ..plan._wiring import Wiring
 from ._inbox import Inbox
-from ._link import InLink, LinkLooks, LinkPlace, OutLink
+from ._link import InLink, LinkPlace, OutLink
+from ._looks import LinkLooks
 from ._program import StageProgram
 from ._stage_run import Known, StageRun, StepData
 

@@ -13,7 +13,7 @@ from stepwell_p2p import Transport
 
 from .._compat import tree_flatten
 from ._agree import Word
-from ._link import LinkLooks
+from ._looks import LinkLooks
 from ._torch_run import OpsTransport, TorchRun
 
 
