@@ -2,6 +2,7 @@
 
 test_torch_schedules.py runs it as it stands, and once more with every import of torch.distributed.pipelining changed.
 """
+
 from __future__ import annotations
 
 import torch
