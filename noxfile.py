@@ -190,8 +190,8 @@ def _install(
     torch = torch or _pinned_torch()
     declared = {layer.name: [str(one) for one in layer.requirements(*extras)] for layer in layers}
     _renew(session, [torch, declared, options, constraints])
-    _lend(session, _unpack(session, torch))
     place, folder = Path(session.virtualenv.location), _purelib(session)
+    (folder / "lent.pth").write_text(f"{_unpack(session, torch)}\n")
     stamp, contents = place / "installed.json", json.dumps({layer.name: layer.digest for layer in layers})
     if options or not stamp.exists() or stamp.read_text() != contents:
         stamp.unlink(missing_ok=True)
@@ -207,10 +207,6 @@ def _install(
         session.install("--no-compile", "-c", str(place / "constraints.txt"), *wheels, *options)
         stamp.write_text(contents)
     _check_installed(session, [layer for layer in layers if layer not in EXAMPLES])
-
-
-def _lend(session: nox.Session, folder: Path) -> None:
-    _purelib(session).joinpath("lent.pth").write_text(f"{folder}\n")
 
 
 def _purelib(session: nox.Session) -> Path:
@@ -279,7 +275,7 @@ def types(session: nox.Session) -> None:
     declared = {str(one) for layer in EVERYTHING.values() for one in layer.requirements(*ALL_EXTRAS)}
     third_party = sorted(line for line in declared if not line.startswith("stepwell"))
     _renew(session, [_pinned_torch(), third_party])
-    _lend(session, _unpack(session, _pinned_torch()))
+    (_purelib(session) / "lent.pth").write_text(f"{_unpack(session, _pinned_torch())}\n")
     session.install("--no-compile", "-c", str(CONSTRAINTS), _tool("mypy"), _tool("nox"), *third_party)
     sources = [str(layer.folder / "src") for layer in EVERYTHING.values()]
     # A cache of its own: an editor's mypy sees torch elsewhere, and each would throw away the other's work.
@@ -323,6 +319,13 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session
+def graph_models(session: nox.Session) -> None:
+    """Train whole models as graphs, those of transformers too, and compare with torch's own FSDP2, HSDP and DDP."""
+    _install(session, [*EVERYTHING.values()], "transformers>=5.24,<6", extras=ALL_EXTRAS)
+    session.run("pytest", "tests/test_graph_models.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run every benchmark with the arguments behind `--` (`--quick` for a short one)."""
     scripts = sorted(path for path in ROOT.glob("benchmarks/*.py") if not path.name.startswith("_"))
@@ -341,11 +344,9 @@ def floors(session: nox.Session) -> None:
             if len(bounds) != 1:
                 session.error(f"{layer.distribution} declares {requirement}: expected one floor, >=VERSION")
             oldest[requirement.name] = max(bounds[0], oldest.get(requirement.name, bounds[0]))
-    torch = f"torch=={oldest.pop('torch')}"
-    if _take(session, "--pinned-torch"):
-        torch = _pinned_torch()
-    else:
-        torch = _other_torch(session, torch, "check every other floor (nox -s floors -- --pinned-torch)")
+    floor, pinned = f"torch=={oldest.pop('torch')}", _take(session, "--pinned-torch")
+    instead = "check every other floor (nox -s floors -- --pinned-torch)"
+    torch = _pinned_torch() if pinned else _other_torch(session, floor, instead)
     limits = [f"{name}=={version}" for name, version in oldest.items() if not name.startswith("stepwell")]
     _install(session, [*EVERYTHING.values()], extras=ALL_EXTRAS, torch=torch, constraints=limits)
     session.run("pytest", "packages", "tests", "--ignore=tests/test_docs.py", *session.posargs)

@@ -1,9 +1,15 @@
-"""Whole models: three AdamW steps as one graph are three AdamW steps of eager training, on two ranks and with uneven widths."""
+"""Whole models: three AdamW steps as one graph are three AdamW steps of torch's own FSDP2, HSDP and DDP objects.
+
+On two and four ranks, with widths that do not divide, and with parameters stored as bfloat16. Models of transformers are among
+them where it is installed (``nox -s graph_models``).
+"""
 
 from __future__ import annotations
 
-import copy
+import importlib.util
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +17,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from stepwell_graphpasses import GraphCompiler, PassConfig
 from stepwell_meta.testing import WorkerPool
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_text.py"
+
+
+def gpt() -> nn.Module:
+    """The model of examples/train_text.py."""
+    spec = importlib.util.spec_from_file_location("train_text", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return nn.Sequential(example.Embedding(10, 6), *(example.Block(10, 2) for _ in range(2)), example.Head(10))
 
 
 class ViT(nn.Module):
@@ -93,7 +114,7 @@ class MoE(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         best, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        weight = torch.zeros(*x.shape[:-1], 5).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
+        weight = x.new_zeros(*x.shape[:-1], 5).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
         hidden = torch.einsum("btc,ech->bteh", x, self.up).relu()
         return self.head(x + torch.einsum("bteh,ehc,bte->btc", hidden, self.down, weight))
 
@@ -132,61 +153,119 @@ def batch_for(train_fn: Callable[..., Any], generator: torch.Generator) -> dict[
     return {"tokens": torch.randint(13, (3, 7), generator=generator)}
 
 
+def causal(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss that a model of transformers computes itself."""
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=10, n_layer=2, n_head=2, n_positions=16, vocab_size=13, use_cache=False))
+
+
+LLAMA_LIKE = {
+    "hidden_size": 10,
+    "intermediate_size": 18,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "max_position_embeddings": 16,
+    "vocab_size": 13,
+    "use_cache": False,
+}
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**LLAMA_LIKE))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**LLAMA_LIKE))
+
+
+def eager(model: nn.Module, mode: str) -> nn.Module:
+    """The same parallelism by torch's own objects."""
+    if mode == "ddp" or any(isinstance(module, nn.LSTM) for module in model.modules()):
+        # FSDP2 cannot shard an LSTM: the module computes with the weights that it remembers from before. Means are the same.
+        return DistributedDataParallel(model, forward_sync_buffers=False)
+    if mode == "hsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return fully_shard(model)
+
+
 def three_steps(
-    make: Callable[[], nn.Module], train_fn: Callable[..., Any], config: dict[str, Any]
+    make: Callable[[], nn.Module], train_fn: Callable[..., Any], mode: str, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Largest differences from eager training, in which each step averages the ranks' gradients."""
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    compiler = GraphCompiler(model, train_fn, PassConfig(**config))
+    """Largest differences from eager training, in units of the dtype's rounding of the largest value of each tensor."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make().to(dtype))
+    model, reference = models[0], eager(models[1], mode)
+    config = PassConfig(dp_mode=mode, fsdp_degree=2) if mode == "hsdp" else PassConfig(dp_mode=mode)
+    compiler = GraphCompiler(model, train_fn, config)
+    # A larger epsilon than the default: rounding of gradients that are zero in exact arithmetic must not decide a step.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-2) for m in (model, reference)]
     losses = 0.0
     for step in range(3):
         batch = batch_for(train_fn, torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+        torch.manual_seed(step)  # for those that drop
         loss, _ = compiler.forward_backward(**batch)
-        if step == 0:
-            # A larger epsilon than the default: rounding of gradients that are zero in exact arithmetic must not decide a step.
-            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-4) for m in (model, reference)]
-        expected = train_fn(reference, **batch)
+        torch.manual_seed(step)
+        with warnings.catch_warnings():
+            # Some models end in a view, which nobody writes to here.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+            expected = train_fn(reference, **batch)
         expected.backward()
-        for parameter in reference.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-        losses = max(losses, abs(loss.item() - expected.item()))
+        losses = max(losses, float((loss - expected.detach()).abs() / expected.detach().abs()))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    parameters = buffers = 0.0
-    for (name, ours), (_, theirs) in zip(model.state_dict().items(), reference.state_dict().items(), strict=True):
-        whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
-        error = float((whole - theirs).abs().max())
-        if name in dict(model.named_buffers()):
-            buffers = max(buffers, error)
-        else:
-            parameters = max(parameters, error)
-    return {"loss": losses, "parameters": parameters, "buffers": buffers}
+    found = {"loss": losses, "parameters": 0.0, "buffers": 0.0}
+    theirs = {name.removeprefix("module."): value for name, value in reference.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    for name, mine in model.state_dict().items():
+        pair = [(t.full_tensor() if isinstance(t, DTensor) else t).double() for t in (mine, theirs[name])]
+        what = "buffers" if name in buffers else "parameters"
+        found[what] = max(found[what], float((pair[0] - pair[1]).abs().max() / pair[1].abs().max().clamp(min=1.0)))
+    return {name: error / torch.finfo(dtype).eps for name, error in found.items()}
 
 
-CASES = {
+FAMILIES = {
+    "gpt": (gpt, predict),
     "vit": (ViT, classify),
     "resnet": (ResNet, classify),
     "encoder-decoder": (EncoderDecoder, translate),
     "moe": (MoE, predict),
     "lstm": (Recurrent, predict),
+    "gpt2": (gpt2, causal),
+    "llama": (llama, causal),
+    "qwen3": (qwen3, causal),
 }
+CELLS = [
+    (2, "fsdp", torch.float32),
+    (2, "ddp", torch.bfloat16),
+    (4, "fsdp", torch.bfloat16),
+    (4, "hsdp", torch.float32),
+]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_three_steps_of_a_model_as_one_graph_are_those_of_eager(workers: WorkerPool, name: str) -> None:
-    for result in workers.run(three_steps, 2, *CASES[name], {}, deadline=110):
-        assert result["loss"] <= 1e-5
-        assert result["parameters"] <= 1e-5
-        assert result["buffers"] <= 1e-5
-
-
-def test_three_steps_on_four_ranks_in_hsdp(workers: WorkerPool) -> None:
-    config = {"dp_mode": "hsdp", "fsdp_degree": 2}
-    for result in workers.run(three_steps, 4, EncoderDecoder, translate, config, deadline=110):
-        assert result["loss"] <= 1e-5
-        assert result["parameters"] <= 1e-4
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[1]}-{cell[0]}-{str(cell[2]).removeprefix('torch.')}")
+def test_three_steps_of_a_model_as_one_graph_are_those_of_eager(
+    workers: WorkerPool, family: str, cell: tuple[int, str, torch.dtype]
+) -> None:
+    ranks, mode, dtype = cell
+    make, train_fn = FAMILIES[family]
+    if train_fn is causal:
+        pytest.importorskip("transformers")
+    for result in workers.run(three_steps, ranks, make, train_fn, mode, dtype, deadline=110):
+        # Mostly 0: the same sums in the same order. Four values have several sums, and three steps carry a rounding on.
+        assert max(result.values()) <= 4.0
