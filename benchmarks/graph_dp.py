@@ -1,8 +1,7 @@
 """Graph data parallelism against eager FSDP2 and DDP on gloo: step time, collectives, memory, compile and pass time.
 
-    python benchmarks/graph_dp.py                       # 2 and 4 ranks, then pass time against layers
-    python benchmarks/graph_dp.py --ranks 2 --layers 8 --width 256 --steps 12
-    python benchmarks/graph_dp.py --passes 4 64 256     # pass time only
+    python benchmarks/graph_dp.py            # pass time against layers, then 2 and 4 ranks; writes benchmarks/README.md
+    python benchmarks/graph_dp.py --quick    # a small model on 2 ranks; prints, and writes nothing
 
 All variants run in the same processes, interleaved step by step, so that a busy machine slows them alike; a figure is the median
 over the steps, on the slowest rank.
@@ -11,13 +10,17 @@ over the steps, on the slowest rank.
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _table import Table, write_section
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -85,7 +88,6 @@ def compare(layers: int, width: int, batch: int, length: int, steps: int) -> dic
     for name, config in {
         "graph ddp": PassConfig(dp_mode="ddp", bucket_by="bytes"),
         "graph fsdp": PassConfig(),
-        "graph fsdp, bytes": PassConfig(bucket_by="bytes", bucket_mb=16),
         "graph fsdp, one each": PassConfig(bucket_by="none"),
     }.items():
         start = time.perf_counter()
@@ -134,52 +136,64 @@ def pass_time(layers: int) -> dict[str, float]:
         }
 
 
-def report(ranks: int, results: list[dict[str, Any]]) -> None:
+def report(ranks: int, results: list[dict[str, Any]]) -> Table:
+    """Of the slowest rank, against the peers of the same run."""
     slowest = {key: max(result[key] for result in results) for key in results[0]}
-    names = [name for name, what in slowest if what == "time"]
-    print(f"\n{ranks} ranks\n")
-    print(
-        "| | step ms | ÷ FSDP2 | ÷ DDP | ÷ compute | CPU ms | ÷ FSDP2 | ÷ DDP | ÷ compute | collectives | peak MiB |"
-        " ÷ FSDP2 | compile s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for name in names:
-        peak = slowest[name, "peak"]
+    against = ("fsdp2", "ddp", "compute")
+    shares = [f"÷ {other}" for other in against]
+    columns = ["", "step ms", *shares, "CPU ms", *shares, "collectives", "peak MiB", "÷ fsdp2", "compile s"]
+    table = Table(f"{ranks} ranks", columns)
+    for name in [name for name, what in slowest if what == "time"]:
         cells = []
         for what in ("time", "cpu"):
             seconds = slowest[name, what]
             cells.append(f"{seconds * 1e3:.0f}")
-            cells += [f"{seconds / slowest[other, what]:.2f}" for other in ("fsdp2", "ddp", "compute")]
-        count, compiling = slowest.get((name, "collectives"), "-"), slowest.get((name, "compile"))
-        print(
-            f"| {name} | {' | '.join(cells)} | {count} | {peak / 2**20:.1f} | {peak / slowest['fsdp2', 'peak']:.2f} |"
-            f" {'-' if compiling is None else f'{compiling:.1f}'} |"
-        )
+            cells += [f"{seconds / slowest[other, what]:.2f}" for other in against]
+        peak, compiling = slowest[name, "peak"], slowest.get((name, "compile"))
+        cells += [str(slowest.get((name, "collectives"), "-")), f"{peak / 2**20:.1f}"]
+        cells.append(f"{peak / slowest['fsdp2', 'peak']:.2f}")
+        table.add(name, *cells, "-" if compiling is None else f"{compiling:.1f}")
+    return table
+
+
+def growth(sizes: Sequence[int]) -> Table:
+    """Pass time against layers."""
+    names = ("data_parallel", "reshard", "bucket", "overlap")
+    columns = ["layers", "nodes", "trace s", "all passes s", *(name.replace("_", " ") for name in names)]
+    table = Table("Pass time on 8 fake ranks", columns)
+    for layers in sizes:
+        row = pass_time(layers)
+        parts = [f"{row[name]:.1f}" for name in names]
+        table.add(str(layers), str(row["nodes"]), f"{row['trace']:.1f}", f"{row['passes']:.1f}", *parts)
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model on 2 ranks; prints, and writes nothing")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--passes", type=int, nargs="*", default=[4, 16, 64, 256], help="layers to time the passes for")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=65)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument(
-        "--passes", type=int, nargs="*", default=None, help="layers to time the passes for; no step times"
-    )
     options = parser.parse_args()
-    if options.passes is None:
-        with WorkerPool() as pool:
-            for ranks in options.ranks:
-                shape = (options.layers, options.width, options.batch, options.length, options.steps)
-                report(ranks, pool.run(compare, ranks, *shape, deadline=1200.0))
-    print("\n| layers | nodes | trace s | all passes s | data parallel | reshard | bucket | overlap |")
-    print("|---|---|---|---|---|---|---|---|")
-    for layers in options.passes if options.passes is not None else (4, 16, 64, 256):
-        row = pass_time(layers)
-        parts = " | ".join(f"{row[name]:.1f}" for name in ("data_parallel", "reshard", "bucket", "overlap"))
-        print(f"| {layers} | {row['nodes']} | {row['trace']:.1f} | {row['passes']:.1f} | {parts} |")
+    if options.quick:
+        options.ranks, options.passes, options.layers, options.width, options.steps = [2], [4, 8], 2, 64, 4
+    lines = [
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, gloo.",
+        f"A GPT of {options.layers} layers of width {options.width}, 4 x 64 tokens a rank.",
+        f"Medians over {options.steps} interleaved steps, on the slowest rank. CPU is that of one rank with all of its",
+        "threads, which a busy machine disturbs least. Compute is the step without any communication: the limit.",
+        "Peak is what a step holds beyond what was there before.",
+        "",
+    ]
+    lines += growth(options.passes).lines()
+    with WorkerPool() as pool:
+        for ranks in options.ranks:
+            shape = (options.layers, options.width, 4, 65, options.steps)
+            lines += report(ranks, pool.run(compare, ranks, *shape, deadline=1200.0)).lines()
+    if not options.quick:
+        write_section("graph_dp", "Graph data parallelism", lines)
 
 
 if __name__ == "__main__":
