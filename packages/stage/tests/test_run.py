@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -107,7 +108,12 @@ def test_a_failed_step_keeps_no_activation(threads: Threads, workers: WorkerPool
     def on_gloo() -> tuple[int, int]:
         transport = C10dTransport()
         try:
-            return failed_step(transport, name)
+            found = failed_step(transport, name)
+            deadline = time.monotonic() + 5
+            while transport.pending() and time.monotonic() < deadline:  # messages go when the news has come
+                time.sleep(0.02)
+            assert transport.pending() == ()
+            return found
         finally:
             transport.close()
 
