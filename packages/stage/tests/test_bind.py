@@ -177,8 +177,8 @@ def test_p163_a_handler_runs_the_parts_of_an_overlapped_pair_in_threads(threads:
 @pytest.mark.parametrize(
     ("handlers", "sentence"),
     [
-        ({Kind.B: lambda call: None}, "the handler of 1B0 must run it once, but ran 0 times"),
-        ({Kind.F: lambda call: (call.run(), call.run())}, "the handler of 1F0 must run it once, but ran 2 times"),
+        ({Kind.B: lambda call: None}, "the handler of 1B0 must run it once, but ran it 0 times"),
+        ({Kind.F: lambda call: (call.run(), call.run())}, "the handler of 1F0 must run it once, but ran it 2 times"),
     ],
 )
 def test_a_handler_that_leaves_out_what_others_build_on_ends_every_rank(

@@ -155,21 +155,23 @@ def _method(action: Action, stage_run: StageRun) -> Callable[[Any], None]:
 class _Counted:
     """What a handler may run, and how often it did in the call under way."""
 
-    def __init__(self, call: Callable[[Any], None], microbatch: int | None) -> None:
+    def __init__(self, action: Action, call: Callable[[Any], None]) -> None:
         self.times = 0
+        self._action = action
         self._call = call
-        self._microbatch = microbatch
 
     def __call__(self) -> None:
         self.times += 1
-        self._call(self._microbatch)
+        if self.times > 1:  # what it takes is gone
+            raise _not_once(self._action, self.times)
+        self._call(self._action.microbatch)
 
 
 def _handled(handler: Handler, action: Action, runs: Mapping[int, StageRun]) -> Callable[[Any], None]:
     """The call of a handler, and of a check that what other actions build on was done."""
     if action.kind is Kind.CUSTOM:
         return functools.partial(_call_custom, handler, ActionCall(action, runs[action.stage].stage, _nothing))
-    counted = [_Counted(_method(leaf, runs[leaf.stage]), leaf.microbatch) for leaf in action.leaves]
+    counted = [_Counted(leaf, _method(leaf, runs[leaf.stage])) for leaf in action.leaves]
     whole = ActionCall(action, runs[action.stage].stage, counted[0])
     if action.parts:
         parts = tuple(
@@ -187,13 +189,17 @@ def _call_counted(handler: Handler, call: ActionCall, counted: Sequence[_Counted
     for run in counted:
         run.times = 0
     handler(call)
-    times = [run.times for run in counted]
-    if any(number > 1 or (number == 0 and call.action.kind not in _MAY_BE_LEFT_OUT) for number in times):
-        parts = "each of its parts" if call.parts else "it"
-        raise StageUsageError(
-            f"the handler of {call.action} must run {parts} once, but ran {' and '.join(map(str, times))} times;"
-            " call run() of what it is given, and put what a stage computes into a StageProgram"
-        )
+    if call.action.kind not in _MAY_BE_LEFT_OUT:
+        for leaf, run in zip(call.action.leaves, counted, strict=True):
+            if not run.times:
+                raise _not_once(leaf, 0)
+
+
+def _not_once(action: Action, times: int) -> StageUsageError:
+    return StageUsageError(
+        f"the handler of {action} must run it once, but ran it {times} times; call run() of what it is given, and put what a"
+        " stage computes into a StageProgram"
+    )
 
 
 def _run_all(counted: Sequence[_Counted]) -> None:
