@@ -56,7 +56,7 @@ class Reference:
             (mine.grads, [part.grads for part in parts], 1e-3 * largest),
             (mine.buffers, [part.buffers for part in parts], 1e-3),
         ):
-            found = [(self.first_names[name], one) for other in others for name, one in other.items()]
+            found = [(self.first_names.get(name, name), one) for other in others for name, one in other.items()]
             names = {name for name, _ in found}
             assert own.keys() == names, f"missing {sorted(own.keys() - names)}, surplus {sorted(names - own.keys())}"
             differences += [apart(own[name], one, least) for name, one in found]

@@ -13,6 +13,7 @@ import inspect
 import io
 import json
 import multiprocessing
+import re
 import sys
 import tempfile
 import time
@@ -170,9 +171,14 @@ def outcome(entry: Entry, ranks: int) -> str:
         return f"refused: {(own or errors)[0]}"
     if None in parts:
         return f"hangs (ended after {PATIENCE:.0f} s)"
-    known = expected.first_names.keys()
-    parts = [  # without the constants that the trace made buffers of
-        attrs.evolve(part, buffers={name: one for name, one in part.buffers.items() if name in known}) for part in parts
+    known = expected.result.buffers.keys()
+    parts = [
+        attrs.evolve(
+            part,
+            grads={re.sub(r"@\d+", "", name): one for name, one in part.grads.items()},  # its names for further uses
+            buffers={name: one for name, one in part.buffers.items() if name in known},  # no constants of the trace
+        )
+        for part in parts
     ]
     try:
         difference = expected.difference(parts)
