@@ -55,7 +55,6 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_store",
     "flatten_named",
-    "forget_meshes",
     "is_functional_collective",
     "local_part",
     "make_fx",
@@ -155,18 +154,6 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
-
-
-def forget_meshes() -> None:
-    """Empty what DTensor remembers about operators: it may hold an equal mesh whose process groups were destroyed since.
-
-    Without the name a program that makes its process groups a second time may meet the first ones in DTensor operators.
-    """
-    try:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    except ImportError:
-        return
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def direct_call(target: Callable[..., Any]) -> Callable[..., Any]:

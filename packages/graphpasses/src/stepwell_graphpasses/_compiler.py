@@ -454,7 +454,6 @@ class GraphCompiler:
 
 def resolve_topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopology | None, PassConfig]:
     """The axes in effect (None with one rank), and the configuration with the degrees filled in."""
-    compat.forget_meshes()
     pp_size = config.pp_degree or (2 if config.pp_enabled else 1)
     if mesh is not None:
         topology = topology_from_mesh(mesh, config.dp_mode)
