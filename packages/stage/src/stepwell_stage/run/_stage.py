@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from stepwell_mesh import GetMesh, MeshCache, adapt_torch_get_mesh
 from stepwell_meta import (
@@ -18,6 +19,7 @@ from stepwell_meta import (
     StageMeta,
     extract_meta,
     extract_metas,
+    forget_meshes,
     needs_dynamic,
     normalize_outputs,
     validate_static_arg_grad_correspondence,
@@ -158,6 +160,8 @@ class PipelineStage(TorchStage):
         ):
             if values is not None and grads is not None:
                 validate_static_arg_grad_correspondence(values, grads, kind=kind, stage=stage_index)
+        if isinstance(submodule, nn.Module) and any(isinstance(one, DTensor) for one in submodule.parameters()):
+            forget_meshes()  # its operators must not meet equal meshes whose groups were destroyed since
         self.meshes = MeshCache(_of_key(get_mesh))
         self.meshes.add_tensors(self._tensors_known((input_args, output_args, input_grads, output_grads)))
 
