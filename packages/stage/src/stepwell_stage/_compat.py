@@ -26,6 +26,7 @@
 * ``torch.overrides._get_current_function_mode`` (seen in 2.13): which function mode sees an operation first. Without it there
   is no :func:`stepwell_stage.split` either.
 * ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise.
+* ``torch._C._functorch.is_functorch_wrapped_tensor`` (seen in 2.13): whether a tensor is in a transform such as vmap. Likewise.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 
@@ -44,6 +45,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -79,6 +81,7 @@ __all__ = [
     "is_ddp_replicated",
     "is_profiling",
     "is_torch_stage_name",
+    "is_transformed",
     "join_torch_stages",
     "non_leaf",
     "plain_name",
@@ -98,6 +101,12 @@ def current_function_mode() -> TorchFunctionMode | None:
     """The function mode that sees the next operation first."""
     mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return mode
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is within a transform of ``torch.func``, such as vmap."""
+    found: bool = is_functorch_wrapped_tensor(tensor)
+    return found
 
 
 def is_profiling() -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode
 from ._leaves import tensors_in, with_tensors
@@ -30,6 +32,10 @@ _READS = frozenset(
         *("nonzero", "argwhere", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
     )
 )
+
+
+# What is done with gradients: only the stage that makes the value has all of its gradient.
+HOOKS = frozenset(("register_hook", "retain_grad"))
 
 
 class NeedsDataError(BaseException):
@@ -72,13 +78,8 @@ class Absence:
     def is_absent(self, tensor: torch.Tensor) -> bool:
         """Whether there is no data behind a tensor, or some of it was overwritten with such."""
         return isinstance(tensor, FakeTensor) or (
-            bool(self._overwritten) and not tensor.is_meta and _storage(tensor) in self._overwritten
+            bool(self._overwritten) and not tensor.is_meta and memory_of(tensor) in self._overwritten
         )
-
-    @staticmethod
-    def is_by_shape(name: str) -> bool:
-        """Whether a function of torch takes only the shape from its tensors."""
-        return name in _BY_SHAPE
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch; on absent tensors if one of its arguments is.
@@ -90,12 +91,14 @@ class Absence:
         if not any(map(self.is_absent, given)):
             return func(*args, **kwargs)
         name = func.__name__
-        if name in _BY_SHAPE:
+        if name in _BY_SHAPE and not any(map(self.is_absent, looked_into(name, args, kwargs))):
             return func(*_stand_ins(args), **_stand_ins(kwargs))
+        if name in HOOKS:
+            return RemovableHandle(OrderedDict())  # its gradient is not here
         target = kwargs.get("out", args[0] if args and writes(name) else None)
         written = [one for one in tensors_in(target) if not isinstance(one, FakeTensor)]
         for one in written:  # real so far, but not what will be read from it
-            self._overwritten[_storage(one)] = one
+            self._overwritten[memory_of(one)] = one
         try:
             out = func(
                 *with_tensors(args, map(self._as_absent, tensors_in(args))),
@@ -115,13 +118,33 @@ def reads(name: str, args: tuple[Any, ...]) -> bool:
         return True
     if name == "__getitem__":
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+    if name in ("full", "full_like", "new_full") and looked_into(name, args, {}):
+        return True
     return name == "repeat_interleave" and any(isinstance(arg, torch.Tensor) for arg in args[1:])
+
+
+def looked_into(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors whose data a function of torch may use: not the one of which ``zeros_like`` and its kind take the shape."""
+    if name in _BY_SHAPE:
+        args, kwargs = args[1:], {key: value for key, value in kwargs.items() if args or key != "input"}
+    return [*tensors_in(args), *tensors_in(kwargs)]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory, as long as one of them lives."""
+    try:
+        found: int = tensor.untyped_storage()._cdata
+    except NotImplementedError:  # sparse, or within a transform of torch.func
+        return id(tensor)
+    return found
 
 
 def writes(name: str) -> bool:
     """Whether a function of torch changes its first argument, going by its name."""
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+        return name in ("__setitem__", "__set__") or (
+            name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+        )
     return name.endswith("_")
 
 
@@ -150,8 +173,3 @@ def _stand_ins(value: Any) -> Any:
                 yield tensor
 
     return with_tensors(value, stand_ins())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found

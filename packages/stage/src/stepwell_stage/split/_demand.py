@@ -67,8 +67,9 @@ def demand(
         inputs_everywhere: whether every rank is given the inputs; otherwise only the first stage has them.
 
     Raises:
-        StageUsageError: a stage needs what a later one makes.
+        StageUsageError: a stage needs what a later one makes, or the forward changes the model by what units make.
     """
+    _check_state(recording)
     need = _Needs(recording, owners, num_stages, ranks, inputs_everywhere=inputs_everywhere)
     reads: set[tuple[int, int]] = set()
     while True:
@@ -82,6 +83,20 @@ def demand(
         if more <= reads:
             return found.demand()
         reads |= more
+
+
+def _check_state(recording: Recording) -> None:
+    """What the next forward finds must be the same on every stage: computed from inputs and constants alone."""
+    for name, position in recording.state:
+        todo = [position]
+        while todo:
+            value = recording.values[todo.pop()]
+            if value.is_drawn or value.origin in (Origin.CALL, Origin.HELD):
+                raise StageUsageError(
+                    f"the forward changes {name!r}, which is in no unit, by what comes from {value.name!r}: each stage would go"
+                    " on with another one; make the module that changes it a unit (units=)"
+                )
+            todo += value.parents
 
 
 class _Needs:
@@ -118,6 +133,7 @@ class _Needs:
             if stage == self.num_stages - 1:
                 needed |= {value: "the model's result" for value in self.recording.results if value not in needed}
             solution.add(stage, needed)
+        solution.run_on_for_hooks()
         return solution
 
 
@@ -141,7 +157,8 @@ class _Solution:
         self.sends.append(set())
         owned = [number for number, owner in self.needs.owners.items() if owner == stage]
         is_last = stage == self.needs.num_stages - 1
-        self.ends.append(None if is_last else max(owned, default=-1))
+        least = len(self.needs.recording.names) if self.needs.recording.has_changes else -1
+        self.ends.append(None if is_last else max([*owned, least]))
         real = self._real(stage)
         costs = self._costs(stage, real)
         for value, why in needed.items():
@@ -149,6 +166,13 @@ class _Solution:
         self.real.append(self._real(stage))
         if stage and not self.receives[stage]:
             self._token(stage)
+
+    def run_on_for_hooks(self) -> None:
+        """A stage whose value gets a hook does not end before it."""
+        for position, number in self.needs.recording.hooked:
+            for stage, end in enumerate(self.ends):
+                if end is not None and self.values[position].key[0] <= end and self.real[stage][position]:
+                    self.ends[stage] = max(end, number)
 
     def demand(self) -> Demand:
         """All of it as data."""
@@ -217,7 +241,7 @@ class _Solution:
     def _source(self, stage: int, position: int) -> int | None:
         """The stage to take a value from: one on the same rank, else the nearest that has it without running on for it."""
         value = self.values[position]
-        if not value.can_cross or value.origin is Origin.HELD:
+        if value.stays or value.origin is Origin.HELD:
             return None
         having = [earlier for earlier in range(stage) if self.real[earlier][position]]
         if not having:
@@ -255,7 +279,7 @@ class _Solution:
                 todo += value.parents
                 continue
             else:
-                raise StageUsageError(self._refusal(stage, wanted, position, why))
+                raise StageUsageError(self._refusal(stage, wanted, self._culprit(stage, position, costs), why))
             real[position] = True
 
     def _is_computed(self, stage: int, position: int) -> bool:
@@ -264,14 +288,20 @@ class _Solution:
         is_free = not value.is_drawn or self.drawn.get(position, stage) == stage
         return value.origin in (Origin.GLUE, Origin.ALIAS) and is_free
 
+    def _culprit(self, stage: int, position: int, costs: Sequence[float]) -> int:
+        """Of what a value is computed from, what cannot be had."""
+        while self._is_computed(stage, position):
+            position = next(parent for parent in self.values[position].parents if costs[parent] == inf)
+        return position
+
     def _refusal(self, stage: int, wanted: int, position: int, why: str) -> str:
         value = self.values[position]
         maker = value.name
         if value.origin is Origin.CALL:
             owner = self.needs.owners[value.key[0]]
             maker = f"unit {value.name!r}, which is on stage {owner}"
-            if owner < stage:
-                maker += " and changes its inputs in place"
+            if owner < stage and value.stays:
+                maker += f", and {value.stays}"
         elif value.is_drawn:
             maker = f"{maker!r}, which draws random numbers in place, on stage {self.drawn.get(position, stage)}"
         return (

@@ -17,7 +17,7 @@ from ._leaves import tensors_in
 from ._look import Look
 from ._own import Control
 from ._templates import Templates
-from ._values import INPUTS, TOKEN, Key
+from ._values import INPUTS, TOKEN, Key, Origin
 
 
 class StageForward:
@@ -50,12 +50,19 @@ class StageForward:
         self._control = control
         self._absence = absence
         self._templates = Templates(absence, look.examples, look.singles)
+        # Several stages of a rank are given the same tensors, and each of them changes these in place.
+        self._written = [
+            value.key[1] for value in look.recording.values if value.origin is Origin.INPUT and value.is_written
+        ]
 
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
         start, known = time.perf_counter(), self._templates.count
         values = {} if self._stage == 0 else dict(zip(self._plan.receives, received, strict=True))
         named = self._named(received, inputs, values)
+        if self._written:
+            tensors = [one for value in named.values() for one in tensors_in(value)]
+            named = replaced(named, {index: tensors[index].clone() for index in self._written})
         passed = self._passed(named, values)
         args, kwargs = self._look.inputs.call(named)
         glue = StageGlue(self._plan, self._look.recording.names, values, self._absence, self._templates)

@@ -6,16 +6,18 @@ Counts what glue does, takes what comes from elsewhere in place of computing it,
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from .._compat import current_function_mode
 from ..exceptions import StageUsageError
-from ._absent import Absence, NeedsDataError, source_line
+from ._absent import HOOKS, Absence, NeedsDataError, source_line
 from ._demand import StagePlan
 from ._leaves import tensors_in, with_tensors
 from ._templates import Templates
@@ -45,10 +47,10 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         """One operation."""
         name = func.__name__
-        if name in ("__get__", "__set__") and (
-            name == "__set__" or func.__self__.__name__ not in _TENSOR_ATTRIBUTES  # type: ignore[attr-defined]
-        ):
-            return func(*args, **(kwargs or {}))
+        if name in ("__get__", "__set__"):
+            attribute: str = func.__self__.__name__  # type: ignore[attr-defined]
+            if attribute not in _TENSOR_ATTRIBUTES or (name == "__set__" and attribute != "data"):
+                return func(*args, **(kwargs or {}))
         return self.operation(func, name, args, kwargs or {})
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -114,6 +116,8 @@ class StageGlue(Glue):
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
+        if name in HOOKS and any(args[0] is one for taken in self._received.values() for one in taken.values()):
+            return RemovableHandle(OrderedDict())  # on the stage that made it
         number = self.count
         taken = self._received.get(number)
         if taken is not None and self._names[number] == name and len(taken) == 1 and self._is_whole(number, taken):
@@ -144,7 +148,7 @@ class StageGlue(Glue):
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start
         else:
-            out = self._templates.result(number, name, module, call, args, kwargs)
+            out = self._templates.known(number, name, module, call, args, kwargs).result()
             taken = self._received.get(number)
             if taken is not None:
                 out = self._with(out, taken)

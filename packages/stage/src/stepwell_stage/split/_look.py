@@ -17,6 +17,7 @@ from ._inputs import Inputs
 from ._leaves import tensors_in
 from ._own import copy_structure, named_tensors
 from ._record import Recorder
+from ._state import GlueState
 from ._templates import Example, Templates
 from ._units import Branch, choose_units
 from ._values import Recording
@@ -66,9 +67,11 @@ def look_at(
         raise StageUsageError(
             "time is measured on a model that has values, but this one is on the meta device; give costs"
         )
+    _check_hooks(model, units)
     if not with_time:
         try:
-            return _record(model, taken, named, units, device, real=False)
+            with undisturbed(model, device):
+                return _record(model, taken, named, units, device, real=False)
         except NeedsDataError as error:
             if on_meta:
                 raise StageUsageError(
@@ -80,6 +83,16 @@ def look_at(
             return _record(model, taken, named, units, device, real=True)
         except NeedsDataError as error:
             raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
+
+
+def _check_hooks(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    inside = {id(module) for unit in units.values() for module in unit.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and (module._backward_hooks or module._backward_pre_hooks):
+            raise StageUsageError(
+                f"{name or type(model).__name__!r} has backward hooks and is no unit, so no stage has all that they are to see:"
+                " put them on units, or make it one (units=)"
+            )
 
 
 def _record(
@@ -97,11 +110,14 @@ def _record(
     copy, control = copy_structure(model, units, units if real else (), held, (), absence)
     everywhere = constants(model, own)
     readable = [(name, tensor) for name, tensor in control.named.items() if name not in everywhere]
-    recorder = Recorder(absence, None if real else Templates(absence, anew=True), named, readable)
+    originals = {} if real else {id(parameter): name for name, parameter in model.named_parameters()}
+    recorder = Recorder(absence, None if real else Templates(absence), named, readable, originals)
     args, kwargs = taken.call(named)
     with control.running(recorder):
+        state = GlueState(copy, control.units)
         result = copy(*args, **kwargs)
-    recording = recorder.finish(result)
+        changes = state.changes(recorder.was_written)
+    recording = recorder.finish(result, changes)
     called = {call.unit for call in recording.calls}
     # What is never called has parameters at most, which glue may read: no unit.
     units = {name: unit for name, unit in units.items() if name in called}

@@ -32,6 +32,7 @@ class Control:
         hidden: what is there only while the forward runs: places (parameters, buffers or children of a module) and what goes
         there.
         foreign: units of other stages.
+        units: all units of the copy.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Control:
         named: dict[str, torch.Tensor],
         hidden: Sequence[tuple[dict[str, Any], dict[str, Any]]],
         foreign: Sequence[nn.Module],
+        units: Sequence[nn.Module],
     ) -> None:
         self.glue: Glue | None = None
         self.named = named
+        self.units = units
         self._root = root
         self._foreign = foreign
         self._hidden = hidden
@@ -123,7 +126,7 @@ def copy_structure(
             mine = {name: value for name, value in place.items() if id(value) in away}
             if mine:
                 hidden.append((place, mine))
-    control = Control(new, named, hidden, foreign)
+    control = Control(new, named, hidden, foreign, [memo[id(unit)] for unit in units.values()])
     for name, unit in units.items():
         mine = memo[id(unit)]
         vars(mine)[_OWN] = (control, name)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-from .._compat import TorchDispatchMode
-from ._absent import Absence, NeedsDataError, reads, source_line, writes
+from .._compat import TorchDispatchMode, is_transformed
+from ..exceptions import StageUsageError
+from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, source_line, writes
+from ._frames import Enclosing, enclosing
 from ._glue import Glue
-from ._leaves import tensors_in
-from ._templates import Example, Templates
+from ._leaves import tensors_in, with_tensors
+from ._templates import Effects, Example, Templates
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
+
+_CHANGED = "it is changed in place"
+_UNSEEN = "it is made where nothing is seen"
+
+
+def _stays_in(around: Enclosing) -> str:
+    if around.function is None:
+        return ""
+    return "it is made in an autograd function, such as a checkpoint with use_reentrant=True (False can be cut)"
 
 
 @attrs.frozen(eq=False)
@@ -34,6 +47,7 @@ class Recorder(Glue):
         templates: what units return; None: units are run, on their real parameters.
         inputs: the model's inputs, by name.
         held: parameters, and buffers without a value, that glue may read, by name.
+        originals: names of the parameters of the model that the copy is of, by identity, where the copy has others.
 
     Attributes:
         examples: with real units, what each call took and gave.
@@ -46,6 +60,7 @@ class Recorder(Glue):
         templates: Templates | None,
         inputs: Mapping[str, Any],
         held: Sequence[tuple[str, torch.Tensor]],
+        originals: Mapping[int, str],
     ) -> None:
         super().__init__()
         self.examples: dict[int, Example] = {}
@@ -57,8 +72,17 @@ class Recorder(Glue):
         self._calls: list[Call] = []
         self._reads: list[Read] = []
         self._seen: dict[int, _Seen] = {}  # by identity; tensors are kept, so that none is taken for another
-        self._writers: dict[int, int] = {}  # by storage: who wrote into it last
-        self._storages: list[torch.UntypedStorage] = []
+        self._memory: list[int] = []  # of each value: see memory_of
+        self._same: dict[int, int] = {}  # memories that are one in truth: a unit gave a view of what it took
+        self._storages: list[torch.UntypedStorage] = []  # kept, so that no memory is taken for another
+        self._writers: dict[int, int] = {}  # by memory: who wrote into it last
+        self._mixed: set[int] = set()  # memories of which one tensor was used after another had been written into
+        self._outside = sys._getframe(1)
+        self._checkpoints: list[FrameType] = []
+        self._regions: list[int | None] = []  # of each value: which checkpoint it was made in
+        self._regions_of_calls: list[int | None] = []
+        self._hooked: list[tuple[int, int]] = []
+        self._originals = originals
         self._singles: set[int] = set()
         self._inputs: list[tuple[str, torch.Tensor]] = []
         for name, value in inputs.items():
@@ -66,33 +90,106 @@ class Recorder(Glue):
         for index, (name, tensor) in enumerate(self._inputs):
             self._add(tensor, (INPUTS, index), Origin.INPUT, name, ())
         for name, tensor in held:
-            self._add(tensor, (INPUTS, -1), Origin.HELD, name, (), can_cross=False)
+            self._add(tensor, (INPUTS, -1), Origin.HELD, name, ())
 
     @property
     def singles(self) -> frozenset[int]:
         """Numbers of operations that give a single tensor."""
         return frozenset(self._singles)
 
-    def finish(self, result: Any) -> Recording:
-        """The recording, when the forward has returned."""
+    def finish(self, result: Any, changes: Mapping[str, tuple[Any, Any]]) -> Recording:
+        """The recording, when the forward has returned.
+
+        Args:
+            result: what it returned.
+            changes: what it left changed of the model beside the units: before and after.
+        """
         results = tuple(self._position(tensor) for tensor in tensors_in(result))
-        return Recording(tuple(self._names), tuple(self._values), tuple(self._calls), tuple(self._reads), results)
+        state = {
+            name: self._position(after)
+            for name, (before, after) in changes.items()
+            if isinstance(after, torch.Tensor) and isinstance(before, torch.Tensor) and id(before) in self._seen
+        }
+        return Recording(
+            tuple(self._names),
+            tuple(self._crossing(results)),
+            tuple(self._calls),
+            tuple(self._reads),
+            results,
+            tuple(state.items()),
+            tuple(self._hooked),
+            bool(changes),
+            self._checkpointed(),
+        )
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was changed in place."""
+        return self._memory_of(tensor) in self._writers
+
+    def _crossing(self, results: Sequence[int]) -> Iterator[Value]:
+        """The values, of which some turned out not to cross.
+
+        One of several tensors in one memory that glue changes is no longer one of them when it was received, so only the first
+        may cross: the others are made of it again. In a checkpoint, which is run again in backward by those who have a unit in
+        it, nothing is received: only what leaves it crosses, to others.
+        """
+        users: dict[int, set[int | None]] = {position: {None} for position in results}
+        for position, value in enumerate(self._values):
+            for parent in value.parents:
+                users.setdefault(parent, set()).add(self._regions[position])
+        regions = self._call_regions()
+        for call in self._calls:
+            for position in call.inputs:
+                users.setdefault(position, set()).add(regions[call.number])
+        seen: set[int] = set()
+        for position, value in enumerate(self._values):
+            memory, region = self._memory[position], self._regions[position]
+            stays = value.stays
+            if memory in self._mixed and memory in seen:
+                stays = stays or "it shares memory with what is changed in place later"
+            if region is not None and region in users.get(position, ()):
+                stays = stays or "what uses it in the same checkpoint is run again in backward"
+            seen.add(memory)
+            yield attrs.evolve(value, stays=stays) if stays else value
+
+    def _call_regions(self) -> dict[int, int | None]:
+        return dict(zip((call.number for call in self._calls), self._regions_of_calls, strict=True))
+
+    def _checkpointed(self) -> tuple[tuple[int, ...], ...]:
+        groups: dict[int, list[int]] = {}
+        for number, region in self._call_regions().items():
+            if region is not None:
+                groups.setdefault(region, []).append(number)
+        return tuple(map(tuple, groups.values()))
+
+    def _region(self, around: Enclosing) -> int | None:
+        if around.checkpoint is None:
+            return None
+        if around.checkpoint not in self._checkpoints:
+            self._checkpoints.append(around.checkpoint)
+        return self._checkpoints.index(around.checkpoint)
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
         given = [*tensors_in(args), *tensors_in(kwargs)]
-        by_shape = self._absence.is_by_shape(name)
-        parents = () if by_shape else tuple(dict.fromkeys(map(self._position, given)))
+        looked = looked_into(name, args, kwargs)
+        self._check_parameters(given)
+        around = enclosing(self._outside)
+        if around.function is not None:  # its backward may use all of them
+            looked += around.function
+        parents = tuple(dict.fromkeys(map(self._position, looked)))
         if reads(name, args):
             line = source_line(name)
             self._reads += (Read(self.count, position, line) for position in parents)
         with Draws() as draws:
             out = self._absence.run(func, args, kwargs)
         leaves = list(tensors_in(out))
+        if name in HOOKS:
+            self._alone(parents[0])
         if not leaves:
             if writes(name) and given:  # as __setitem__, which gives nothing
                 key = (self.count, -1)
-                self._add(given[0], key, Origin.GLUE, name, parents, can_cross=False, is_drawn=draws.any)
+                self._add(given[0], key, Origin.GLUE, name, parents, stays=_CHANGED, is_drawn=draws.any)
             return out
         number = self.count
         self.count += 1
@@ -103,7 +200,8 @@ class Recorder(Glue):
         for index, leaf in enumerate(leaves):
             if any(leaf is one for one in given) and not changes:
                 continue  # the argument itself, such as a dropout's that drops nothing: still what it was
-            self._add(leaf, (number, index), Origin.GLUE, name, parents, can_cross=not changes, is_drawn=draws.any)
+            stays = _CHANGED if changes else _stays_in(around)
+            self._add(leaf, (number, index), Origin.GLUE, name, parents, stays=stays, is_drawn=draws.any)
         return out
 
     def unit_call(
@@ -116,24 +214,60 @@ class Recorder(Glue):
         given = [*tensors_in(args), *tensors_in(kwargs)]
         inputs = tuple(dict.fromkeys(map(self._position, given)))
         self._calls.append(Call(number, name, inputs))
+        around = enclosing(self._outside)
+        self._regions_of_calls.append(self._region(around))
+        self._check_plain(name, given)
         if self._templates is None:
             start = time.perf_counter()
             versions = [tensor._version for tensor in given]
             out = call(*args, **kwargs)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            self.examples[number] = Example(given, out, self._absence)
-            for tensor, version in zip(given, versions, strict=True):
-                if tensor._version != version:
-                    self._add(tensor, (number, -1), Origin.CALL, name, inputs, can_cross=False)
+            # A tensor that it was given is another one on stages that do not call it.
+            out = with_tensors(
+                out, (one.view_as(one) if any(one is two for two in given) else one for one in tensors_in(out))
+            )
+            effects = Effects.of(given, versions, list(tensors_in(out)))
+            self.examples[number] = Example(given, out, effects, self._absence)
         else:
             try:
-                out = self._templates.result(number, name, module, call, args, kwargs)
+                known = self._templates.known(number, name, module, call, args, kwargs)
             except Exception as error:  # whatever torch or the module says when there is no data
                 raise NeedsDataError(f"unit {name!r} ({type(module).__name__}): {error}") from error
-        for index, leaf in enumerate(tensors_in(out)):
-            if not any(leaf is one for one in given):
-                self._add(leaf, (number, index), Origin.CALL, name, inputs)
+            out, effects = known.result(anew=True), known.effects
+        for index in effects.changed:
+            self._add(given[index], (number, -1), Origin.CALL, name, inputs, stays=_CHANGED)
+        leaves = list(tensors_in(out))
+        for index, (leaf, shared) in enumerate(zip(leaves, effects.shared, strict=True)):
+            if shared is not None:
+                self._same[memory_of(leaf)] = self._memory_of([*given, *leaves][shared])
+            self._add(leaf, (number, index), Origin.CALL, name, inputs, stays=_stays_in(around))
         return out
+
+    def _check_parameters(self, given: Sequence[torch.Tensor]) -> None:
+        """The copy's own parameters have other identities, where units are absent."""
+        name = next((self._originals[id(tensor)] for tensor in given if id(tensor) in self._originals), None)
+        if name is not None:
+            raise StageUsageError(
+                f"{source_line('the forward')} reaches {name!r} of the model itself, not of the module that it is called on:"
+                " through a closure, a lambda or a function that was made beforehand, which no copy of the model changes; reach"
+                " modules and parameters through self"
+            )
+
+    def _check_plain(self, name: str, given: Sequence[torch.Tensor]) -> None:
+        if any(map(is_transformed, given)):
+            raise StageUsageError(
+                f"unit {name!r} is called within a transform of torch.func or torch.vmap, which goes through units: make the"
+                " module that calls the transform a unit (units=)"
+            )
+
+    def _alone(self, position: int) -> None:
+        """A value of which one stage must have the whole gradient: no other makes it too."""
+        self._values[position] = attrs.evolve(self._values[position], is_drawn=True)
+        self._hooked.append((position, self.count))
+
+    def _memory_of(self, tensor: torch.Tensor) -> int:
+        memory = memory_of(tensor)
+        return self._same.get(memory, memory)
 
     def _add(
         self,
@@ -143,30 +277,33 @@ class Recorder(Glue):
         name: str,
         parents: tuple[int, ...],
         *,
-        can_cross: bool = True,
+        stays: str = "",
         is_drawn: bool = False,
     ) -> int:
         position = len(self._values)
         nbytes = tensor.numel() * tensor.element_size()
-        self._values.append(Value(key, origin, name, parents, nbytes, can_cross, is_drawn=is_drawn))
+        self._values.append(Value(key, origin, name, parents, nbytes, stays, is_drawn=is_drawn))
+        self._regions.append(self._region(enclosing(self._outside)))
         before = self._seen.get(id(tensor))
         self._seen[id(tensor)] = _Seen(tensor, position)
-        if before is not None and origin is not Origin.ALIAS:
+        memory = self._memory_of(tensor)
+        self._memory.append(memory)
+        if memory != id(tensor):
+            self._storages.append(tensor.untyped_storage())
+        if before is not None and origin in (Origin.GLUE, Origin.CALL):
             self._mark(before.position)
-            self._written(tensor, position)
+            self._written(memory, position)
         return position
 
     def _mark(self, position: int) -> None:
         self._values[position] = attrs.evolve(self._values[position], is_written=True)
 
-    def _written(self, tensor: torch.Tensor, writer: int) -> None:
+    def _written(self, memory: int, writer: int) -> None:
         """A tensor was changed in place: what shares its memory and was made before is not what it was."""
-        storage = tensor.untyped_storage()
-        self._storages.append(storage)
-        self._writers[storage._cdata] = writer
-        for seen in self._seen.values():
-            if seen.tensor.untyped_storage()._cdata == storage._cdata and seen.position != writer:
-                self._mark(seen.position)
+        self._writers[memory] = writer
+        for position, other in enumerate(self._memory):
+            if other == memory and position != writer:
+                self._mark(position)
 
     def _position(self, tensor: torch.Tensor) -> int:
         """Which value a tensor is now."""
@@ -176,13 +313,14 @@ class Recorder(Glue):
             # Made where nothing is seen. A real one is a constant of the model; an absent one may come of anything.
             parents = tuple(range(len(self._values))) if origin_unknown else ()
             return self._add(
-                tensor, (self.count, -1), Origin.ALIAS, "a tensor of unknown origin", parents, can_cross=False
+                tensor, (self.count, -1), Origin.ALIAS, "a tensor of unknown origin", parents, stays=_UNSEEN
             )
-        writer = self._writers.get(tensor.untyped_storage()._cdata) if self._writers else None
+        writer = self._writers.get(self._memory_of(tensor)) if self._writers else None
         if writer is not None and writer > seen.position:
+            self._mixed.add(self._memory_of(tensor))
             parents = (seen.position, writer)
             return self._add(
-                tensor, (self.count, -1), Origin.ALIAS, "a tensor changed in place", parents, can_cross=False
+                tensor, (self.count, -1), Origin.ALIAS, "a tensor changed in place", parents, stays=_CHANGED
             )
         return seen.position
 

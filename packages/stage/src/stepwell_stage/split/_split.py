@@ -24,7 +24,7 @@ from ._inputs import Inputs
 from ._look import Look, branches, look_at, look_for
 from ._own import copy_structure
 from ._units import Branch, given_units, matching, near
-from ._values import INPUTS, TOKEN, Key
+from ._values import INPUTS, TOKEN, Key, Recording
 
 _STAGE = "_stepwell_stage"
 
@@ -50,6 +50,7 @@ class ModelSplit:
     _owners: Mapping[int, int]
     _holding: Holding
     _modules: dict[int, nn.Module] = attrs.field(factory=dict, init=False)
+    _demands: dict[tuple[int, ...], Demand] = attrs.field(factory=dict, init=False)  # by ranks of the stages
 
     @property
     def num_stages(self) -> int:
@@ -197,18 +198,16 @@ class ModelSplit:
         return f"a result of {self._look.recording.names[key[0]]!r}"
 
     def _demand(self, placement: Placement | None) -> Demand:
-        return _demanded(self, tuple(range(self.num_stages)) if placement is None else placement.ranks)
-
-
-@functools.lru_cache(maxsize=64)
-def _demanded(cut: ModelSplit, ranks: tuple[int, ...]) -> Demand:
-    return demand(
-        cut._look.recording,
-        cut._owners,
-        num_stages=cut.num_stages,
-        ranks=ranks,
-        inputs_everywhere=cut.inputs == "every",
-    )
+        ranks = tuple(range(self.num_stages)) if placement is None else placement.ranks
+        if ranks not in self._demands:
+            self._demands[ranks] = demand(
+                self._look.recording,
+                self._owners,
+                num_stages=self.num_stages,
+                ranks=ranks,
+                inputs_everywhere=self.inputs == "every",
+            )
+        return self._demands[ranks]
 
 
 def split(
@@ -270,12 +269,9 @@ def split(
             f" {in_a_row(order)}; use fewer stages, or name smaller units with units="
         )
     prices = _prices(costs, look, order)
-    if given is None:
-        starts = balance([prices[name] for name in order], count)
-        where = {name: sum(start <= number for start in starts) - 1 for number, name in enumerate(order)}
-    else:
-        where = _given_stages(given, order, count)
+    where = _balanced(look.recording, order, prices, count) if given is None else _given_stages(given, order, count)
     owners = place_calls(look.recording, where, order if given is not None else ())
+    _check_checkpoints(look.recording, owners)
     parts = [
         dict.fromkeys(call.unit for call in look.recording.calls if owners[call.number] == s) for s in range(count)
     ]
@@ -306,6 +302,40 @@ def _prices(
     if odd:
         raise StageUsageError(f"costs must name every unit, and only these: {in_a_row(order)}; differs in {odd}")
     return {name: float(costs[name]) for name in order}
+
+
+def _balanced(recording: Recording, order: Sequence[str], prices: Mapping[str, float], count: int) -> dict[str, int]:
+    """The stage of each unit, where none is given: units from the first to the last of one checkpoint are together."""
+    names = {call.number: call.unit for call in recording.calls}
+    ends = list(range(len(order)))
+    for numbers in recording.checkpointed:
+        places = [order.index(names[number]) for number in numbers]
+        ends[min(places)] = max(ends[min(places)], *places)
+    groups: list[list[str]] = []
+    end = -1
+    for place, name in enumerate(order):
+        if place > end:
+            groups.append([])
+        groups[-1].append(name)
+        end = max(end, ends[place])
+    if len(groups) < count:
+        raise StageUsageError(
+            f"{len(order)} units make {len(groups)} groups, too few for {count} stages, for those of one checkpoint are together:"
+            f" {'; '.join(map(in_a_row, groups))}; use fewer stages, or checkpoint each unit by itself"
+        )
+    starts = balance([sum(prices[name] for name in group) for group in groups], count)
+    return {name: sum(start <= number for start in starts) - 1 for number, group in enumerate(groups) for name in group}
+
+
+def _check_checkpoints(recording: Recording, owners: Mapping[int, int]) -> None:
+    names = {call.number: call.unit for call in recording.calls}
+    for numbers in recording.checkpointed:
+        stages = {owners[number] for number in numbers}
+        if len(stages) > 1:
+            raise StageUsageError(
+                f"units {in_a_row(dict.fromkeys(names[number] for number in numbers))} are in one checkpoint, which runs again in"
+                f" backward, but on stages {', '.join(map(str, sorted(stages)))}: put them on one, or checkpoint each by itself"
+            )
 
 
 def _given_stages(given: Mapping[str, int], order: Sequence[str], count: int) -> dict[str, int]:

@@ -5,15 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import attrs
 import torch
 from torch import nn
 
 from ..exceptions import StageUsageError
-from ._absent import Absence
+from ._absent import Absence, memory_of
 from ._leaves import signature, tensors_in, with_tensors
 
 # A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
 _Dim: TypeAlias = "int | tuple[tuple[int, int], ...]"
+
+
+@attrs.frozen
+class Effects:
+    """What a call of a unit does beside making new tensors.
+
+    Attributes:
+        changed: which of the tensors that it takes it changes in place.
+        shared: for each tensor that it gives, which has the same memory: of those that it takes, and then of those that it
+            gives. None: no earlier one.
+    """
+
+    changed: tuple[int, ...]
+    shared: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, given: Sequence[torch.Tensor], versions: Sequence[int], made: Sequence[torch.Tensor]) -> Effects:
+        """From a call that has returned.
+
+        Args:
+            given: the tensors that it took.
+            versions: of these, before the call.
+            made: the tensors that it gave.
+        """
+        first: dict[int, int] = {}
+        for number, tensor in enumerate((*given, *made)):
+            first.setdefault(memory_of(tensor), number)
+        shared = (first[memory_of(tensor)] for tensor in made)
+        return cls(
+            tuple(number for number, tensor in enumerate(given) if tensor._version != versions[number]),
+            tuple(number if number < len(given) + index else None for index, number in enumerate(shared)),
+        )
 
 
 class Templates:
@@ -26,7 +59,6 @@ class Templates:
         absence: makes absent tensors.
         examples: for units that decide by data, by the number of the call: what it took and gave.
         singles: numbers of operations that give a single tensor, not a row of them.
-        anew: whether every call gets tensors of its own; otherwise they are the same again, unless glue changed them.
     """
 
     def __init__(
@@ -34,14 +66,11 @@ class Templates:
         absence: Absence,
         examples: Mapping[int, Example] | None = None,
         singles: frozenset[int] = frozenset(),
-        *,
-        anew: bool = False,
     ) -> None:
         self._absence = absence
         self._examples = examples or {}
         self._singles = singles
-        self._anew = anew
-        self._known: dict[Hashable, _Known] = {}
+        self._known: dict[Hashable, Known] = {}
 
     @property
     def count(self) -> int:
@@ -52,7 +81,7 @@ class Templates:
         """Whether an operation gives a single tensor."""
         return number in self._singles
 
-    def result(
+    def known(
         self,
         number: int,
         name: str,
@@ -60,15 +89,15 @@ class Templates:
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Any:
-        """What the unit returns for such arguments."""
+    ) -> Known:
+        """What the unit returns, and does, for such arguments."""
         autocast = torch.is_autocast_enabled(self._absence.device.type)
         dtype = torch.get_autocast_dtype(self._absence.device.type) if autocast else None
         key = (name, module.training, dtype, signature(args), signature(kwargs))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _Known(self._make(number, name, call, args, kwargs))
-        return known.result(anew=self._anew)
+            known = self._known[key] = self._make(number, name, call, args, kwargs)
+        return known
 
     def _make(
         self,
@@ -77,26 +106,34 @@ class Templates:
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Any:
+    ) -> Known:
         example = self._examples.get(number)
         if example is not None:
-            return example.scaled(name, [*tensors_in(args), *tensors_in(kwargs)], self._absence)
+            return Known(example.scaled(name, [*tensors_in(args), *tensors_in(kwargs)], self._absence), example.effects)
         absent_args = with_tensors(args, map(self._absence.of, tensors_in(args)))
         absent_kwargs = with_tensors(dict(kwargs), map(self._absence.of, tensors_in(kwargs)))
+        given = [*tensors_in(absent_args), *tensors_in(absent_kwargs)]
+        versions = [tensor._version for tensor in given]
         with torch.no_grad(), self._absence.mode:
-            return call(*absent_args, **absent_kwargs)
+            result = call(*absent_args, **absent_kwargs)
+        return Known(result, Effects.of(given, versions, list(tensors_in(result))))
 
 
-class _Known:
-    """One result. Mutable: what glue changed in place is made anew."""
+class Known:
+    """One result. Mutable: what glue changed in place is made anew.
 
-    def __init__(self, result: Any) -> None:
+    Attributes:
+        effects: what else the call does.
+    """
+
+    def __init__(self, result: Any, effects: Effects) -> None:
+        self.effects = effects
         self._result = result
         self._leaves = list(tensors_in(result))
         self._looks = [(leaf.detach(), leaf._version) for leaf in self._leaves]
 
-    def result(self, *, anew: bool) -> Any:
-        """It, in containers of its own."""
+    def result(self, *, anew: bool = False) -> Any:
+        """It, in containers of its own; with tensors of its own as well, or with the same again unless glue changed them."""
         for number, (kept, version) in enumerate(self._looks):
             if anew or self._leaves[number]._version != version:
                 leaf = self._leaves[number] = torch.empty_like(kept)
@@ -107,7 +144,8 @@ class _Known:
 class Example:
     """What a unit took and gave in the example."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], result: Any, absence: Absence) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], result: Any, effects: Effects, absence: Absence) -> None:
+        self.effects = effects
         shapes = [tuple(tensor.shape) for tensor in inputs]
         self._looks = [_Look(leaf, shapes) for leaf in tensors_in(result)]
         self._result = with_tensors(result, map(absence.of, tensors_in(result)))

@@ -35,9 +35,10 @@ class Value:
         name: the input's or parameter's name, or what computed it.
         parents: positions, in the list of values, of what it is computed from.
         nbytes: its size in the example.
-        can_cross: whether a stage can take it from another instead of computing it.
+        stays: why no stage can take it from another instead of computing it; "" if one can.
         is_written: whether it is changed in place later on.
-        is_drawn: whether random numbers are in it, which would be others on each stage that computes it.
+        is_drawn: whether one stage alone may compute it: random numbers are in it, which would be others on each, or a hook is on
+            it, which is to see all of its gradient.
     """
 
     key: Key
@@ -45,7 +46,7 @@ class Value:
     name: str
     parents: tuple[int, ...] = ()
     nbytes: int = 0
-    can_cross: bool = True
+    stays: str = ""
     is_written: bool = False
     is_drawn: bool = False
 
@@ -90,6 +91,10 @@ class Recording:
         calls: calls of units.
         reads: looks at data.
         results: positions of the tensors that the model returns.
+        state: what the forward leaves changed of the model beside its units, for the next one, by name: positions of tensors.
+        hooked: values with a hook on their gradient: positions, and how many calls and operations come before it.
+        has_changes: whether it leaves anything changed, tensors or plain numbers.
+        checkpointed: numbers of calls that one checkpoint encloses, which is run again in backward.
     """
 
     names: tuple[str, ...]
@@ -97,3 +102,7 @@ class Recording:
     calls: tuple[Call, ...]
     reads: tuple[Read, ...]
     results: tuple[int, ...]
+    state: tuple[tuple[str, int], ...] = ()
+    hooked: tuple[tuple[int, int], ...] = ()
+    has_changes: bool = False
+    checkpointed: tuple[tuple[int, ...], ...] = ()
