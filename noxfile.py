@@ -322,7 +322,7 @@ def models(session: nox.Session) -> None:
 def graph_models(session: nox.Session) -> None:
     """Train whole models as graphs, those of transformers too, and compare with torch's own FSDP2, HSDP and DDP."""
     _install(session, [*EVERYTHING.values()], "transformers>=5.24,<6", extras=ALL_EXTRAS)
-    session.run("pytest", "tests/test_graph_models.py", *session.posargs)
+    session.run("pytest", "-m", "not gpu and not npu", "tests/test_graph_models.py", *session.posargs)
 
 
 @nox.session
