@@ -48,7 +48,18 @@ class Table:
         ]
         notes = [f"{number}. {note}" for number, note in enumerate(self.notes, 1)]
         head = [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(' --- ' for _ in COLUMNS)}|"]
-        return [f"With {versions()}:", "", *head, *body, "", *notes]
+        return [self._summary(), "", *head, *body, "", *notes]
+
+    def _summary(self) -> str:
+        own = [column for column in COLUMNS[1:] if not column.startswith("torch")]
+        counts = [
+            sum(all(one.startswith("right") for column in columns for one in row[column]) for row in self.rows.values())
+            for columns in (own, COLUMNS[-2:-1], COLUMNS[-1:])
+        ]
+        return (
+            f"With {versions()}, {counts[0]} of {len(self.rows)} models are right everywhere, and the others are refused; with"
+            f" torch's `pipeline()`, {counts[1]} are right on 2 ranks and {counts[2]} on 4."
+        )
 
     def write(self, page: Path) -> None:
         """Replace what is between the markers."""
