@@ -96,11 +96,20 @@ class ModelSplit:
 
         Raises:
             StageUsageError: something is on the meta device and device or ``init_fn`` is missing, or ``init_fn`` left something
-                without a value; or the model's structure cannot be copied.
+                without a value; the model's structure cannot be copied; or several stages of a rank would change one buffer.
         """
         look, names = self._look, self._holding.names[stage]
         first = {name: holders[0][0] for holders in self.tied.values() for _, name in holders}
-        copied = {name for name in names if first.get(name, stage) != stage}
+        changed = {name for name, _ in look.recording.state}
+        copied = {name for name in names if first.get(name, stage) != stage or (stage and name in changed)}
+        together = placement is not None and len(set(placement.ranks)) < self.num_stages
+        counted = sorted(changed.intersection(self.tied)) if together else []
+        if counted:
+            raise StageUsageError(
+                f"the forward changes the buffer {in_a_row(counted)}, which is in no unit, and several stages of one rank would"
+                " change the same one: use a schedule with one stage on each rank, register it with persistent=False, or make"
+                " the module that changes it a unit (units=)"
+            )
         absence = Absence(torch.device(device) if device is not None and look.device.type == "meta" else look.device)
         units = self._holding.units[stage]
         module, control = copy_structure(self.model, look.units, units, names, copied, absence)
@@ -263,6 +272,11 @@ def split(
     else:
         look = look_at(model, taken, named, given_units(tree, units), with_time=costs == "time")
     order = list(dict.fromkeys(call.unit for call in look.recording.calls))
+    if not order:
+        raise StageUsageError(
+            f"the example calls no unit of {type(model).__name__}: a unit is called as a module that is reached through self, not"
+            " by its forward method nor through a closure; name modules that are with units="
+        )
     if len(order) < count:
         raise StageUsageError(
             f"{type(model).__name__} has {len(order)} units that the example calls, too few for {count} stages:"
