@@ -81,6 +81,14 @@ class Absence:
             bool(self._overwritten) and not tensor.is_meta and memory_of(tensor) in self._overwritten
         )
 
+    @staticmethod
+    def gives_absent(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function of torch takes absent tensors alone, changes none of them, and gives more of them."""
+        if name in _BY_SHAPE or name in _READS or name in HOOKS or writes(name) or "out" in kwargs:
+            return False
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        return bool(given) and all(isinstance(tensor, FakeTensor) for tensor in given)
+
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch; on absent tensors if one of its arguments is.
 

@@ -116,7 +116,7 @@ class StageGlue(Glue):
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
-        if name in HOOKS and any(args[0] is one for taken in self._received.values() for one in taken.values()):
+        if name in HOOKS and any(args[0] is one for row in self._received.values() for one in row.values()):
             return RemovableHandle(OrderedDict())  # on the stage that made it
         number = self.count
         taken = self._received.get(number)
@@ -124,7 +124,7 @@ class StageGlue(Glue):
             out = taken[0]
         else:
             try:
-                out = self._absence.run(func, args, kwargs)
+                out = self._templates.operation(number, func, args, kwargs)
             except NeedsDataError as error:
                 raise StageUsageError(
                     f"{error.what} looks at a value that this stage does not have: it was not looked at in the example; split"

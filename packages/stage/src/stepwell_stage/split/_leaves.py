@@ -10,6 +10,8 @@ from typing import Any
 import attrs
 import torch
 
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a value, in order. Objects of other kinds are not looked into."""
@@ -37,19 +39,31 @@ def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
     return value
 
 
-def signature(value: Any) -> Hashable:
-    """What of a value decides how a module's results look: shapes and dtypes, and plain Python values."""
+def signature(value: Any, *, exact: bool = False) -> Hashable:
+    """What of a value decides how results look: shapes and dtypes of tensors, and plain Python values.
+
+    Args:
+        value: arguments of a module or of a function of torch.
+        exact: whether objects of other kinds are refused; otherwise their class counts.
+
+    Raises:
+        TypeError: there is such an object.
+    """
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype, value.layout)
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+    if value is None or value is ... or isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, tuple | list):
-        return (type(value), *map(signature, value))
+        return (type(value), *(signature(item, exact=exact) for item in value))
+    if isinstance(value, slice):
+        return (slice, *(signature(item, exact=exact) for item in (value.start, value.stop, value.step)))
     if isinstance(value, Mapping):
-        return (type(value), *((str(name), signature(item)) for name, item in value.items()))
+        return (type(value), *((str(name), signature(item, exact=exact)) for name, item in value.items()))
     names = _fields(value)
     if names is not None:
-        return (type(value), *(signature(getattr(value, name, None)) for name in names))
+        return (type(value), *(signature(getattr(value, name, None), exact=exact) for name in names))
+    if exact:
+        raise TypeError(f"a {type(value).__name__} has no signature")
     return (type(value),)
 
 

@@ -49,8 +49,11 @@ class Effects:
         )
 
 
+_NONE = Effects((), ())
+
+
 class Templates:
-    """Results of units, by what they depend on. Mutable: a unit is run once for each look of its inputs.
+    """Results of units and of glue, by what they depend on. Mutable: each is run once for each look of its inputs.
 
     A unit is run on absent tensors, with absent parameters. One that decides by data what it computes cannot be; then its
     results look as they did in the example, with dims that follow those of its inputs.
@@ -91,13 +94,32 @@ class Templates:
         kwargs: Mapping[str, Any],
     ) -> Known:
         """What the unit returns, and does, for such arguments."""
-        autocast = torch.is_autocast_enabled(self._absence.device.type)
-        dtype = torch.get_autocast_dtype(self._absence.device.type) if autocast else None
-        key = (name, module.training, dtype, signature(args), signature(kwargs))
+        key = (name, module.training, self._autocast(), signature(args), signature(kwargs))
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._make(number, name, call, args, kwargs)
         return known
+
+    def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation of glue gives: of absent tensors alone, it always looks the same.
+
+        Raises:
+            NeedsDataError: see :meth:`Absence.run`.
+        """
+        if not self._absence.gives_absent(func.__name__, args, kwargs):
+            return self._absence.run(func, args, kwargs)
+        try:
+            key = (number, func.__name__, self._autocast(), signature(args, exact=True), signature(kwargs, exact=True))
+        except TypeError:
+            return self._absence.run(func, args, kwargs)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Known(self._absence.run(func, args, kwargs))
+        return known.result()
+
+    def _autocast(self) -> torch.dtype | None:
+        kind = self._absence.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _make(
         self,
@@ -126,7 +148,7 @@ class Known:
         effects: what else the call does.
     """
 
-    def __init__(self, result: Any, effects: Effects) -> None:
+    def __init__(self, result: Any, effects: Effects = _NONE) -> None:
         self.effects = effects
         self._result = result
         self._leaves = list(tensors_in(result))
