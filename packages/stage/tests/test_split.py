@@ -326,7 +326,7 @@ def test_absent_values_hold_no_memory_and_nothing_grows(threads: Callable[..., A
         executor, _ = executor_of(transport, make())
         counts = []
         for _ in range(3):
-            for _ in range(10):
+            for _ in range(4):
                 executor.step(x=X.double(), return_outputs=False)
             counts.append(alive() if transport.size == 1 else 0)
         return counts

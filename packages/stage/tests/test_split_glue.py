@@ -320,6 +320,20 @@ def test_what_would_differ_is_refused(threads: Callable[..., Any]) -> None:
         threads(lambda transport: on_rank(transport, copy.deepcopy(persistent), "zbv"), 2)
 
 
+def a_number_used_later(self: Row, x: Tensor) -> Tensor:
+    """The last stage went on with the number of the example."""
+    x, most = self.layers[0](x)
+    for layer in list(self.layers)[1:]:
+        x, _ = layer(x)
+    return x * most
+
+
+def test_a_unit_that_gives_python_a_number(threads: Callable[..., Any]) -> None:
+    model = row(a_number_used_later, after=lambda x, y: (y, float(y.detach().abs().max())))
+    with pytest.raises(StageUsageError, match=r"unit 'layers\.0' gives Python another number.*return a tensor"):
+        threads(lambda transport: on_rank(transport, copy.deepcopy(model), "1f1b"), 2)
+
+
 def test_a_cut_that_is_no_longer_used_is_freed() -> None:
     """A cache of plans kept every model that was ever cut."""
     model = row(lambda self, x: self.layers[1](self.layers[0](x)))

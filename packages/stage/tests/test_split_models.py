@@ -176,7 +176,7 @@ class EncoderDecoder(nn.Module):
 
 
 def test_encoder_and_decoder(threads: Callable[..., Any]) -> None:
-    for name, ranks in (("1f1b", 4), ("zbv", 2), ("interleaved-1f1b", 2)):
+    for name, ranks in (("1f1b", 4), ("zbv", 2)):
         schedule = schedules.BY_NAME[name](ranks, MICROBATCHES)
         check(threads, EncoderDecoder(), tokens(), schedule, lambda output: output["loss"])
 
@@ -208,7 +208,7 @@ def images(size: int = 7) -> dict[str, Tensor]:
 
 
 def test_skip_connections(threads: Callable[..., Any]) -> None:
-    for name, ranks in (("1f1b", 3), ("gpipe", 6), ("interleaved-zero-bubble", 2), ("dualpipe-v", 2)):
+    for name, ranks in (("1f1b", 3), ("gpipe", 6), ("dualpipe-v", 2)):
         check(threads, UNet(), images(), schedules.BY_NAME[name](ranks, MICROBATCHES))
 
 

@@ -147,6 +147,7 @@ class StageGlue(Glue):
             start = time.perf_counter()
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start
+            self._templates.check(number, name, out)
         else:
             out = self._templates.known(number, name, module, call, args, kwargs).result()
             taken = self._received.get(number)

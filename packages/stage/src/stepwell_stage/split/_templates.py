@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -100,6 +101,19 @@ class Templates:
             known = self._known[key] = self._make(number, name, call, args, kwargs)
         return known
 
+    def check(self, number: int, name: str, result: Any) -> None:
+        """Of a unit that decides by data: other stages take it to give Python the numbers of the example.
+
+        Raises:
+            StageUsageError: it gave others.
+        """
+        example = self._examples.get(number)
+        if example is not None and _plain(result) != example.plain:
+            raise StageUsageError(
+                f"unit {name!r} gives Python another number, or structure, than in the example, and other stages do not see it:"
+                " return a tensor in its place"
+            )
+
     def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an operation of glue gives: of absent tensors alone, it always looks the same.
 
@@ -171,6 +185,7 @@ class Example:
         shapes = [tuple(tensor.shape) for tensor in inputs]
         self._looks = [_Look(leaf, shapes) for leaf in tensors_in(result)]
         self._result = with_tensors(result, map(absence.of, tensors_in(result)))
+        self.plain = _plain(result)
 
     def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> Any:
         """The result for inputs of other sizes."""
@@ -204,6 +219,10 @@ class _Look:
         device = absence.device if self.device.type == "meta" else self.device
         with absence.mode:
             return torch.empty(sizes, dtype=self.dtype, device=device)
+
+
+def _plain(result: Any) -> Hashable:
+    return signature(with_tensors(result, itertools.repeat(None)))
 
 
 def _as_input(size: int, position: int, inputs: Sequence[tuple[int, ...]]) -> _Dim:
