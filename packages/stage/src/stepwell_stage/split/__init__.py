@@ -26,8 +26,12 @@ absent. Its forward runs under a function mode (`_glue`) which counts as before;
 that one, at the number of a sent one it keeps it, and at the last number that matters it stops. If anything comes in another
 order than it did in the example, the step is refused.
 
+**What else crosses the cut.** Of tensors in one memory that glue changes in place only the first crosses; the others are made
+of it again. A value with random numbers in it, or a hook on its gradient, is made on one stage alone. What a checkpoint encloses
+is on one stage, for it runs again in backward (`_frames`). Counters of glue run on every stage, to the forward's end (`_state`).
+
 What this cannot do is said before anything is sent: values that would go back to an earlier stage, forwards that differ from
-batch to batch outside of units.
+batch to batch outside of units, state of glue that depends on what units make.
 """
 
 from __future__ import annotations
