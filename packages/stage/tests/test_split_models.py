@@ -135,7 +135,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_gpt_on_every_schedule(threads: Callable[..., Any], name: str) -> None:
+def test_p151_gpt_on_every_schedule(threads: Callable[..., Any], name: str) -> None:
     check(threads, Gpt(), tokens(), schedules.BY_NAME[name](2, MICROBATCHES))
 
 
