@@ -112,7 +112,7 @@ def model(name: str, microbatches: int, sequences: int, turns: int) -> Times:
     sys.path.insert(0, str(EXAMPLES))
     import train_text
 
-    options = argparse.Namespace(seed=0, width=128, heads=4, layers=6, seq_len=64)
+    options, _ = train_text.parse([])
     schedule = schedules.BY_NAME[name](RANKS, microbatches)
     gloo, shm = C10dTransport(), shared_memory()
     count = schedule.placement.num_stages
