@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch.distributed as dist
 import torch.distributed.pipelining as theirs
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement, Transport
@@ -211,38 +215,52 @@ def test_hooks_autocast_and_dropout(threads: Callable[..., Any]) -> None:
             torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-6)
 
 
-def sharded_on_gloo() -> dict[str, float]:
-    """Two pipelines side by side, each stage sharded over its pair of ranks."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    transport = C10dTransport(mesh.get_group("pp"))
-    schedule = schedules.one_f_one_b(2, 2)
-    cut = split(make(), 2, example=X.double()[:3])
-    part = cut.module(transport.rank)
-    for layer in part.layers:  # type: ignore[union-attr]
-        if layer is not None:  # of this stage
-            fully_shard(layer, mesh=mesh["dp"])
-    stages = [PipelineStage(part, transport.rank, 2, "cpu", transport=transport, wires=cut.wires())]
-    executor = Executor(stages, schedule, loss_of)
-    tie(executor, cut.tied)
+def changed_on_gloo() -> dict[str, dict[str, float]]:
+    """Two pipelines side by side, whose stages were wrapped after the split: how far gradients are from one process."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "side"))
     halves = torch.cat([X, X[:2]]).double().chunk(2)
-    executor.step(x=halves[mesh.get_local_rank("dp")], return_outputs=False)
-    wanted: dict[str, Tensor] = {}
-    for half in halves:
-        for name, grad in plain(make(), half).items():
-            wanted[name] = wanted.get(name, 0) + grad / 2
-    found = {}
-    for name, grad in grads_of(executor).items():
-        if name.startswith("layers"):
-            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-            found[name] = float((whole - wanted[name]).abs().max())
-    transport.close()
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("fsdp", "ddp", "tensor parallel", "compiled"):
+        transport = C10dTransport(mesh.get_group("pp"))
+        schedule = schedules.one_f_one_b(2, 2)
+        cut = split(make(), 2, example=X.double()[:3])
+        part = cut.module(transport.rank)
+        for layer in [one for one in part.layers if one is not None]:  # type: ignore[union-attr]
+            if kind == "fsdp":
+                fully_shard(layer, mesh=mesh["side"])
+            elif kind == "tensor parallel":
+                parallelize_module(layer, mesh["side"], {"inner": ColwiseParallel(output_layouts=Replicate())})
+            elif kind == "compiled":
+                layer.compile(backend="eager")
+        module = DistributedDataParallel(part, process_group=mesh.get_group("side")) if kind == "ddp" else part
+        stage = PipelineStage(module, transport.rank, 2, "cpu", transport=transport, wires=cut.wires())
+        executor = Executor(stage, schedule, loss_of)
+        own = [halves[mesh.get_local_rank("side")]] if kind in ("fsdp", "ddp") else halves[:1]
+        with warnings.catch_warnings():  # torch.compile looks at inputs that are no leaves
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+            executor.step(x=own[0], return_outputs=False)
+        parts = halves if kind in ("fsdp", "ddp") else own
+        wanted = [plain(make(), half) for half in parts]
+        found[kind] = {}
+        for name, parameter in module.named_parameters():
+            name = name.removeprefix("module.")
+            if name.startswith("layers"):
+                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                assert grad is not None
+                mean = sum(one[name] for one in wanted) / len(wanted)
+                found[kind][name] = float((grad - mean).abs().max())
+        transport.close()
     return found
 
 
-def test_stages_whose_units_are_sharded(workers: WorkerPool) -> None:
-    found = {name: value for one in workers.run(sharded_on_gloo, 4) for name, value in one.items()}
-    assert len(found) == 8
-    assert max(found.values()) < 1e-12
+def test_units_that_are_wrapped_after_the_split(workers: WorkerPool) -> None:
+    together: dict[str, dict[str, float]] = {}
+    for one in workers.run(changed_on_gloo, 4, deadline=100):
+        for kind, differences in one.items():
+            together.setdefault(kind, {}).update(differences)
+    for kind, differences in together.items():
+        assert len(differences) == 8, kind
+        assert max(differences.values()) < 1e-12, kind
 
 
 def under_torch() -> dict[str, float]:
