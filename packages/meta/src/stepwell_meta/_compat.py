@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import placement_types
+from torch.distributed.tensor import DTensor, placement_types
 
 __all__ = [
     "LOADED_LATE",
@@ -50,7 +50,7 @@ StridedShard: Any = getattr(placement_types, "_StridedShard", None)
 
 # Modules that torch imports by itself at the first DTensor, DDP or compiled module, which takes seconds: loaded once by the
 # server that workers are forked from. Seen in 2.13; one that is not there is passed over.
-LOADED_LATE = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.tensor.debug")
+LOADED_LATE = ("torch._dynamo", "torch.distributed.tensor")
 
 
 def forget_meshes() -> None:
@@ -60,14 +60,18 @@ def forget_meshes() -> None:
     that destroyed its process groups and made them again, a result may bear the mesh, and the groups, of before. What is
     forgotten costs about a millisecond for each operator that runs again.
 
-    ``torch.distributed.tensor.debug._clear_sharding_prop_cache``: seen in 2.11 to 2.14. Without it, a process that makes its
-    groups anew may meet the old ones in results of DTensor operators.
+    ``DTensor._op_dispatcher`` and ``torch._C._clear_DTensor_sharding_propagator_cache``: seen in 2.13, which has a memory in
+    Python and one beside it. (``torch.distributed.tensor.debug`` has a function for both, but cannot be imported without NumPy.)
+    Without them, a process that makes its groups anew may meet the old ones in results of DTensor operators.
     """
-    try:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    except ImportError:
-        return
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    propagator = getattr(getattr(DTensor, "_op_dispatcher", None), "sharding_propagator", None)
+    remembered = getattr(propagator, "propagate_op_sharding", None)
+    for clear in (
+        getattr(remembered, "cache_clear", None),
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+    ):
+        if clear is not None:
+            clear()
 
 
 def container_rule(cls: type) -> Any:
