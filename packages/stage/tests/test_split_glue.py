@@ -217,6 +217,13 @@ def test_glue(threads: Callable[..., Any], glue: Glue) -> None:
     check(threads, row(glue), "zbv")
 
 
+def test_the_example_is_left_as_it_is() -> None:
+    """Glue that changes its input in place changed the caller's tensor while `split` looked."""
+    before = X.clone()
+    split(row(the_input_changed), 2, example=X)
+    assert torch.equal(X, before)
+
+
 def test_units_of_one_checkpoint_are_together(threads: Callable[..., Any]) -> None:
     check(threads, row(checkpoints))
 
@@ -329,7 +336,7 @@ def a_number_used_later(self: Row, x: Tensor) -> Tensor:
 
 
 def test_a_unit_that_gives_python_a_number(threads: Callable[..., Any]) -> None:
-    model = row(a_number_used_later, after=lambda x, y: (y, float(y.detach().abs().max())))
+    model = row(a_number_used_later, after=lambda x, y: (y, float(y.detach().sum())))  # a sum is of all rows
     with pytest.raises(StageUsageError, match=r"unit 'layers\.0' gives Python another number.*return a tensor"):
         threads(lambda transport: on_rank(transport, copy.deepcopy(model), "1f1b"), 2)
 

@@ -14,7 +14,7 @@ from ..run._probe import undisturbed
 from ._absent import Absence, NeedsDataError
 from ._hold import constants, of_units
 from ._inputs import Inputs
-from ._leaves import tensors_in
+from ._leaves import tensors_in, with_tensors
 from ._own import copy_structure, named_tensors
 from ._record import Recorder
 from ._state import GlueState
@@ -104,6 +104,7 @@ def _record(
     *,
     real: bool,
 ) -> Look:
+    mine = _copies(named)  # glue may change them in place, and the example is the caller's
     absence = Absence(device)
     own = of_units(model, units)
     held = {name for name, _ in named_tensors(model)} if real else constants(model, own)
@@ -111,8 +112,8 @@ def _record(
     everywhere = constants(model, own)
     readable = [(name, tensor) for name, tensor in control.named.items() if name not in everywhere]
     originals = {} if real else {id(parameter): name for name, parameter in model.named_parameters()}
-    recorder = Recorder(absence, None if real else Templates(absence), named, readable, originals)
-    args, kwargs = taken.call(named)
+    recorder = Recorder(absence, None if real else Templates(absence), mine, readable, originals)
+    args, kwargs = taken.call(mine)
     with control.running(recorder):
         state = GlueState(copy, control.units)
         result = copy(*args, **kwargs)
@@ -150,3 +151,9 @@ def _device(model: nn.Module, named: Mapping[str, Any]) -> torch.device:
     """Where the model computes: where its parameters are, or, if they are on the meta device, its inputs."""
     every = [*(tensor for _, tensor in named_tensors(model)), *tensors_in(named)]
     return next((tensor.device for tensor in every if not tensor.is_meta), torch.device("cpu"))
+
+
+def _copies(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs with tensors of their own."""
+    copies = (tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors_in(named))
+    return {name: with_tensors(value, copies) for name, value in named.items()}
