@@ -88,7 +88,7 @@ def demand(
 def _check_state(recording: Recording) -> None:
     """What the next forward finds must be the same on every stage: computed from inputs and constants alone."""
     for name, position in recording.state:
-        todo = [position]
+        todo, seen = [position], {position}
         while todo:
             value = recording.values[todo.pop()]
             if value.is_drawn or value.origin in (Origin.CALL, Origin.HELD):
@@ -96,7 +96,8 @@ def _check_state(recording: Recording) -> None:
                     f"the forward changes {name!r}, which is in no unit, by what comes from {value.name!r}: each stage would go"
                     " on with another one; make the module that changes it a unit (units=)"
                 )
-            todo += value.parents
+            todo += set(value.parents) - seen
+            seen.update(value.parents)
 
 
 class _Needs:
@@ -277,7 +278,6 @@ class _Solution:
                 if value.is_drawn:
                     self.drawn[position] = stage
                 todo += value.parents
-                continue
             else:
                 raise StageUsageError(self._refusal(stage, wanted, self._culprit(stage, position, costs), why))
             real[position] = True
