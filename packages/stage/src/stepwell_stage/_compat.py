@@ -15,8 +15,8 @@
   refuse to be told when to reshard. Without it there are no such modules.
 * ``torch.distributed._composable.replicate.DDP`` (seen in 2.13): the class that marks modules under the replicate() made
   of DDP. Without it there are no such modules.
-* ``_forward_hooks`` and ``_forward_pre_hooks`` of modules (seen in 2.13): whether a call does more than the forward.
-  Without them :func:`has_hooks` says no.
+* ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks`` and ``_backward_pre_hooks`` of modules (seen in 2.13): whether a
+  call does more than the forward. Without them :func:`has_hooks` says no.
 * ``_orig_mod.`` and ``_checkpoint_wrapped_module.`` in names (seen in 2.13): what torch.compile and the activation
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
 * ``torch.autograd.profiler._is_profiler_enabled`` (seen in 2.13): whether a profiler runs. Without it :func:`is_profiling`
@@ -241,4 +241,5 @@ def plain_name(name: str) -> str:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs hooks beside its forward."""
-    return any(getattr(module, kind, None) for kind in ("_forward_hooks", "_forward_pre_hooks"))
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, None) for kind in kinds)

@@ -9,18 +9,20 @@ what has to cross a cut is what later steps read and earlier ones wrote. What ca
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
-from .._compat import has_hooks
+from .._compat import has_hooks, tree_flatten
 from ..exceptions import StageUsageError
 from ._forward import Forward, Step, compile_tree, parse, plain_arguments
+from ._syntax import bound, in_order, operands, put
 
 _Value: TypeAlias = "nn.Module | float | str"
 
@@ -92,6 +94,7 @@ class _Reader:
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), name)
         self._temporaries = 0
+        self.unsure: dict[str, str] = {}  # variables that may or may not stand for a layer
 
     def refuse(self, node: ast.AST, why: str) -> NoReturn:
         """Name the line that forbids cutting."""
@@ -125,6 +128,7 @@ class _Reader:
             return
         if isinstance(statement, ast.Assign) and self._names_a_layer(statement):
             return
+        changing = self._write_out(statement)
         changed = statement
         if (
             isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.Return)
@@ -133,9 +137,52 @@ class _Reader:
             changed = copy.copy(statement)
             changed.value = self._lift(statement.value, statement, is_outermost=True)
         self._emit_bound(changed, statement)
-        for name in ast.walk(statement):
-            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
-                self._values.pop(name.id, None)
+        for name in bound(statement):
+            self._values.pop(name, None)
+            self.unsure.pop(name, None)
+        self.unsure.update(changing)
+
+    def _write_out(self, statement: ast.stmt) -> dict[str, str]:
+        """Take note of what the statement may change, and may not: of numbers make variables that it can change.
+
+        Gives the layers that variables may not stand for afterwards, by variable.
+        """
+        changing = bound(statement) & (self._values.keys() | self.unsure.keys())
+        if isinstance(statement, ast.Assign) and not any(isinstance(n, ast.NamedExpr) for n in ast.walk(statement)):
+            named = [n.id for target in statement.targets for n in in_order(target)]
+            changing = {n for n in changing if named.count(n) > 1}  # a[i], i = …; others change at the end
+        layers = {}
+        for name in sorted(changing):
+            value = self._values.pop(name, None)
+            if value is not None and not isinstance(value, nn.Module):
+                self.emit(ast.Assign([ast.Name(name, ast.Store())], ast.Constant(value)), statement, ())
+                continue
+            layers[name] = self.unsure.pop(name) if value is None else self._names[id(value)]
+            if next((isinstance(n.ctx, ast.Load) for n in in_order(statement) if n.id == name), False):
+                self.refuse(statement, f"{name} is the layer {layers[name]!r} at first, and may be another one later")
+        return layers
+
+    def refuse_hidden(self, node: ast.Attribute) -> None:
+        """Layers in a plain list are no parts of the model that a stage could take."""
+        leaves, _ = tree_flatten(vars(self.model).get(node.attr))
+        if any(isinstance(leaf, nn.Module | nn.Parameter) for leaf in leaves):
+            self.refuse(
+                node, "it holds layers in a plain container: use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+            )
+
+    @contextlib.contextmanager
+    def hiding(self, names: Iterable[str], node: ast.AST) -> Iterator[None]:
+        """While what is inside a lambda or comprehension is read, whose variables have these names."""
+        hidden = set(names)
+        if self.self_name in hidden:
+            self.refuse(node, f"{self.self_name} is not the model in it")
+        outside = self._values, self.unsure
+        self._values = {name: value for name, value in self._values.items() if name not in hidden}
+        self.unsure = {name: layer for name, layer in self.unsure.items() if name not in hidden}
+        try:
+            yield
+        finally:
+            self._values, self.unsure = outside
 
     def _check(self, statement: ast.stmt) -> None:
         for node in ast.walk(statement):
@@ -173,12 +220,16 @@ class _Reader:
         value = self._resolve(statement.value)
         if not isinstance(value, nn.Module) or value is self.model:
             return False
-        self._values[statement.targets[0].id] = value
+        self._set(statement.targets[0].id, value)
         return True
+
+    def _set(self, name: str, value: _Value) -> None:
+        self._values[name] = value
+        self.unsure.pop(name, None)
 
     def _bind(self, target: ast.expr, item: Any, loop: ast.For) -> None:
         if isinstance(target, ast.Name):
-            self._values[target.id] = item
+            self._set(target.id, item)
         elif isinstance(target, ast.Tuple) and isinstance(item, tuple) and len(item) == len(target.elts):
             for part, value in zip(target.elts, item, strict=True):
                 self._bind(part, value, loop)
@@ -221,7 +272,7 @@ class _Reader:
         """
         if not self._calls_modules(expression):
             return expression
-        children = _operands(expression)
+        children = operands(expression)
         if children is None:
             return expression  # such as a lambda or a condition, which may not run: stays whole
         last = max((i for i, (_, child) in enumerate(children) if self._calls_modules(child)), default=-1)
@@ -231,13 +282,13 @@ class _Reader:
             lifted = self._lift(child, statement)
             if index < last and not self._is_fixed(lifted):
                 lifted = self._keep(lifted, statement)
-            _put(changed, place, lifted, replaced)
+            put(changed, place, lifted, replaced)
         module = self._resolve(changed.func) if isinstance(changed, ast.Call) else None
         if not isinstance(changed, ast.Call) or not isinstance(module, nn.Module) or module is self.model:
             return changed
         name = self._names[id(module)]
         is_plain = len(changed.args) == 1 and not changed.keywords and not isinstance(changed.args[0], ast.Starred)
-        if is_plain and type(module).forward is nn.Sequential.forward and not has_hooks(module):
+        if is_plain and _is_plain_sequential(module):
             return self.open_sequential(module, name, changed.args[0], statement)
         return changed if is_outermost and not isinstance(statement, ast.Return) else self._keep(changed, statement)
 
@@ -245,7 +296,7 @@ class _Reader:
         """The layers of a Sequential, one step each; the expression that has the result."""
         for key, layer in module.named_children():
             whole = f"{name}.{key}" if name else key
-            if type(layer).forward is nn.Sequential.forward and not has_hooks(layer) and "forward" not in vars(layer):
+            if _is_plain_sequential(layer):
                 value = self.open_sequential(layer, whole, value, statement)
             else:
                 value = self._keep(ast.Call(self._submodule(whole), [value], []), statement, (whole,))
@@ -322,8 +373,27 @@ class _Binder(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if isinstance(node.ctx, ast.Load) and node.id == self._reader.self_name:
             self._reader.refuse(node, f"it hands {node.id} on as a whole, and a stage has only a part of the model")
+        if isinstance(node.ctx, ast.Load) and node.id in self._reader.unsure:
+            self._reader.refuse(node, f"it is the layer {self._reader.unsure[node.id]!r}, or another one")
         value = self._reader._values.get(node.id) if isinstance(node.ctx, ast.Load) else None
         return node if value is None else self._write(value, node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        node.args = self.visit(node.args)
+        with self._reader.hiding((arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)), node):
+            node.body = self.visit(node.body)
+        return node
+
+    def _visit_comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> ast.AST:
+        loops = node.generators
+        first = self.visit(loops[0].iter)  # seen from outside, unlike all the rest
+        loops[0].iter = ast.Constant(None)
+        with self._reader.hiding((name.id for loop in loops for name in in_order(loop.target)), node):
+            self.generic_visit(node)
+        loops[0].iter = first
+        return node
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_comprehension
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         value = self._reader._resolve(node)
@@ -342,6 +412,7 @@ class _Binder(ast.NodeTransformer):
         if _is_held(owner, node.attr):
             self.uses.append(name)
         elif owner is reader.model:
+            reader.refuse_hidden(node)
             self.uses += _uses_of_member(reader, node)
         elif type(value) in (int, float, str, bool, type(None)) and node.attr != "training":
             return ast.copy_location(ast.Constant(value), node)
@@ -358,6 +429,11 @@ class _Binder(ast.NodeTransformer):
         name = self._reader._names[id(value)]
         self.uses.append(name)
         return ast.copy_location(self._reader._submodule(name), node)
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    """Whether calling it calls its layers in order, and nothing else."""
+    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module) and not has_hooks(module)
 
 
 def _is_held(owner: nn.Module, name: str) -> bool:
@@ -395,41 +471,6 @@ def _uses_of_member(reader: _Reader, node: ast.Attribute, seen: frozenset[str] =
         elif isinstance(value, torch.Tensor):
             found.append(attribute.attr)
         else:
+            inner.refuse_hidden(attribute)
             found += _uses_of_member(inner, attribute, seen | {node.attr})
     return found
-
-
-def _operands(expression: ast.expr) -> list[tuple[tuple[str, int], ast.expr]] | None:
-    """The parts of an expression in the order in which they are evaluated, each once and surely; None if that is not so."""
-    match expression:
-        case ast.Call():
-            found = [(("func", 0), expression.func)]
-            found += [(("args", i), argument) for i, argument in enumerate(expression.args)]
-            return found + [(("keywords", i), keyword.value) for i, keyword in enumerate(expression.keywords)]
-        case ast.BinOp():
-            return [(("left", 0), expression.left), (("right", 0), expression.right)]
-        case ast.UnaryOp():
-            return [(("operand", 0), expression.operand)]
-        case ast.Tuple() | ast.List():
-            return [(("elts", i), element) for i, element in enumerate(expression.elts)]
-        case ast.Dict() if None not in expression.keys:
-            return [(("values", i), value) for i, value in enumerate(expression.values)]
-        case ast.Attribute() | ast.Starred():
-            return [(("value", 0), expression.value)]
-        case ast.Subscript():
-            return [(("value", 0), expression.value), (("slice", 0), expression.slice)]
-        case ast.Compare() if len(expression.ops) == 1:
-            return [(("left", 0), expression.left), (("comparators", 0), expression.comparators[0])]
-    return None
-
-
-def _put(expression: ast.expr, place: tuple[str, int], child: ast.expr, copied: dict[str, Any]) -> None:
-    """Put a part into a copied expression, in lists that are copied on first use."""
-    field, index = place
-    known = getattr(expression, field)
-    if not isinstance(known, list):
-        setattr(expression, field, child)
-        return
-    values = copied.setdefault(field, list(known))
-    values[index] = ast.keyword(known[index].arg, child) if field == "keywords" else child
-    setattr(expression, field, values)
