@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from ._compiler import GraphCompiler, SpecializationStats
 from ._config import PassConfig
+from ._cut import GraphStages, split_stages
 from ._graph import JointGraph
 from ._pass import GraphPass, PassContext, PassContract
 from ._pipeline import PassPipeline, PassReport
 from ._plan import ParallelPlan, ResolvedPlan, shard
 from ._program import GraphProgram
+from ._stage_graph import CutStage
 from ._stages import automatic_owners, planned_owners
 from ._table import Layout, Parameter, ParameterTable
 from ._trace import trace
@@ -39,11 +41,13 @@ __all__ = [
     "BucketPass",
     "CostModel",
     "Crossing",
+    "CutStage",
     "DataParallelPass",
     "DeadCollectivePass",
     "GraphCompiler",
     "GraphPass",
     "GraphProgram",
+    "GraphStages",
     "JointGraph",
     "Layout",
     "OverlapPass",
@@ -69,6 +73,7 @@ __all__ = [
     "pieces",
     "planned_owners",
     "shard",
+    "split_stages",
     "trace",
     "verify",
 ]

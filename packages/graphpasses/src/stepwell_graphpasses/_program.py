@@ -10,103 +10,31 @@ Gradients stay whole, and in the dtype of reductions, until all microbatches hav
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import fx, nn
 
 from . import _compat as compat
 from ._codegen import compile_graph
-from ._collectives import comm_of
 from ._compiler import resolve_topology
 from ._config import PassConfig
-from ._graph import JointGraph, phase_of
+from ._graph import JointGraph
 from ._inputs import InputGuards
 from ._live import LiveModel
 from ._pass import GraphPass, PassContext
+from ._pieces import Flight, StagePieces, cut
 from ._pipeline import PassPipeline
 from ._plan import ParallelPlan
 from ._signature import agree, signature
+from ._stage_graph import CutStage, StageGraph
 from ._table import parameter_table, plan_layouts
-from ._trace_stage import StageStep, trace_stage
+from ._trace_stage import trace_stage
 from ._variants import FULL, NONE, Variant
-from .exceptions import GradientError
+from .exceptions import GradientError, ModelStateError
 from .passes import BucketPass, DataParallelPass, DeadCollectivePass, OverlapPass, RematPass
-from .passes._split import Piece, pieces
-
-
-@attrs.frozen(eq=False)
-class _Ready:
-    """A piece that can be called."""
-
-    piece: Piece
-    run: Callable[[list[Any]], tuple[Any, ...]]
-
-    def __call__(self, known: dict[str, Any]) -> None:
-        """Add the piece's outputs to the values it takes its inputs from."""
-        with torch.no_grad(), compat.below_autograd():
-            found = self.run([known[name] for name in self.piece.inputs])
-        known.update(zip(self.piece.outputs, found, strict=True))
-
-
-@attrs.define(eq=False)
-class _Capture:
-    """The pieces for microbatches of one shape. Mutable: it holds the whole parameters between unshard and reshard."""
-
-    key: tuple[Any, ...]
-    joint: JointGraph
-    step: StageStep
-    pieces: dict[str, _Ready]
-    whole: dict[str, Any] | None = None
-
-    @property
-    def inputs(self) -> list[str]:
-        """Names of all inputs: parameters, buffers, tensors, gradients of outputs."""
-        return [node.name for node in self.joint.placeholders]
-
-    @property
-    def seeds(self) -> list[str]:
-        """Names of the inputs that take the gradients of outputs."""
-        return self.inputs[len(self.joint.placeholders) - len(self.joint.extra_inputs) :]
-
-    def run(self, kind: str, known: dict[str, Any]) -> None:
-        """Run a piece, where the stage has it."""
-        if kind in self.pieces:
-            self.pieces[kind](known)
-
-    def reads(self, *kinds: str) -> set[str]:
-        """Names of the values that pieces take."""
-        return {name for kind in kinds if kind in self.pieces for name in self.pieces[kind].piece.inputs}
-
-    def named(self, kind: str) -> dict[int, fx.Node]:
-        """The nodes of outputs (``out``) or of gradients of inputs (``grad``), by index."""
-        pairs = zip((name for name, _ in self.joint.losses), self.joint.outputs[1:], strict=False)
-        return {int(name.partition(".")[2]): node for name, node in pairs if name.startswith(kind)}
-
-    def value(self, node: fx.Node, known: Mapping[str, Any]) -> torch.Tensor:
-        """The value of an output node."""
-        found = getattr(self.joint.root, str(node.target)) if node.op == "get_attr" else known[node.name]
-        assert isinstance(found, torch.Tensor)
-        return found
-
-
-@attrs.define(eq=False)
-class _Flight:
-    """A microbatch between its forward and the end of its backward.
-
-    Attributes:
-        capture: its pieces.
-        known: the values that its backward reads.
-        outputs: its outputs that require grad.
-        places: for each received tensor its index among the tensor inputs; None where it wants no gradient.
-    """
-
-    capture: _Capture
-    known: dict[str, Any]
-    outputs: list[torch.Tensor]
-    places: list[int | None]
 
 
 class GraphProgram:
@@ -114,6 +42,9 @@ class GraphProgram:
 
     It has the five methods of stepwell-stage's ``StageProgram``. The module's parameters become this rank's shards at the first
     forward, on all data-parallel ranks together. Mutable: it holds what microbatches under way need.
+
+    It captures the module, once for each shape of microbatch; or it is given the graph of a stage that was cut out of a whole
+    step: :meth:`GraphStages.program` makes such a program.
 
     Example::
 
@@ -124,6 +55,8 @@ class GraphProgram:
         config: how its parameters are sharded and reduced, over the ranks of ``mesh``.
         plan: which parameters to shard; None: all.
         mesh: the axes of data parallelism (a part of the whole mesh: this stage's ranks); None: this rank alone.
+        stage: the stage's graph, cut out of a step; None: it is captured from the module. With it, parameters become shards at
+            once.
 
     Raises:
         GraphUsageError: configuration or plan is wrong.
@@ -136,17 +69,24 @@ class GraphProgram:
         plan: ParallelPlan | None = None,
         *,
         mesh: Any = None,
+        stage: CutStage | None = None,
     ) -> None:
         self.module = module
         config = config or PassConfig()
         self._topology, self.config = (None, config) if mesh is None else resolve_topology(config, mesh)
+        if stage is not None:
+            stage.check(self.config)
         self.plan = plan if plan is not None else ParallelPlan().shard("**")
+        self._stage = stage
         self._live: LiveModel | None = None
-        self._captures: list[_Capture] = []
-        self._flights: dict[int, _Flight] = {}
-        self._left: dict[int, _Flight | None] = {}
+        self._captures: list[StagePieces] = []
+        self._flights: dict[int, Flight] = {}
+        self._left: dict[int, Flight | None] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._reducers: dict[tuple[str, ...], Callable[[list[Any]], tuple[Any, ...]]] = {}
+        if stage is not None:
+            live = self._lay_out()
+            self._add(live, self._key(live, (), backward=stage.has_backward), lambda: stage.graph)
 
     def forward(
         self,
@@ -170,21 +110,27 @@ class GraphProgram:
         args, kwargs = call(received)
         backward = torch.is_grad_enabled()
         inputs = {"args": args, "kwargs": dict(kwargs)}
-        tensors = [leaf for leaf in compat.pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        if self._stage is not None:
+            tensors = self._stage.tensors(args, kwargs)
+        else:
+            tensors = [leaf for leaf in compat.pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         where = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
         places = [where.get(id(tensor)) if backward and tensor.requires_grad else None for tensor in received]
-        capture = self._captured(inputs, tuple(place for place in places if place is not None), backward=backward)
+        if self._stage is not None:
+            capture = self._cut_out(self._stage, backward=backward)
+        else:
+            wanted = tuple(place for place in places if place is not None)
+            capture = self._captured(inputs, wanted, backward=backward)
         self._gather(capture)
         known = dict(capture.whole or {})
         known |= zip(capture.inputs, self._values(capture, tensors), strict=False)
         capture.run("forward", known)
         results = [capture.value(node, known).detach() for node in capture.named("out").values()]
         if backward:
-            outputs = [results[index].requires_grad_() for index in capture.step.differentiable]
-            read = capture.reads("backward_input", "backward_weight")
-            kept = {name: value for name, value in known.items() if name in read}
-            self._flights[microbatch] = _Flight(capture, kept, outputs, places)
-        return capture.step.structure.rebuild(results)
+            outputs = [results[index].requires_grad_() for index in capture.differentiable]
+            kept = capture.kept(known, "backward_input", "backward_weight")
+            self._flights[microbatch] = Flight(capture, kept, outputs, places)
+        return capture.structure.rebuild(results)
 
     def backward(
         self, microbatch: int, kind: Any, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -258,32 +204,59 @@ class GraphProgram:
         self._gradients.clear()
         self.reshard()
 
-    def _captured(self, inputs: Mapping[str, Any], received: tuple[int, ...], *, backward: bool) -> _Capture:
+    def _captured(self, inputs: Mapping[str, Any], received: tuple[int, ...], *, backward: bool) -> StagePieces:
         """The pieces for such inputs; made, by all data-parallel ranks together, where there are none yet."""
         live = self._live or self._lay_out()
-        trainable = live.trainable()
-        training = tuple(module.training for module in live.modules)
-        key = (backward, received, training, tuple(trainable.values()))
+        key = self._key(live, received, backward=backward)
         for capture in self._captures:
             if capture.key == key and capture.joint.guards.accepts(inputs):
                 return capture
+        make = functools.partial(
+            trace_stage,
+            self.module,
+            inputs["args"],
+            inputs["kwargs"],
+            received,
+            backward=backward,
+            table=live.table.with_trainable(live.trainable()),
+            param_dtype=self.config.param_dtype,
+            cast_inputs_of=[layout.unit for layout in live.layouts.values()],
+            device=live.device,
+        )
+        return self._add(live, key, make)
+
+    def _cut_out(self, stage: CutStage, *, backward: bool) -> StagePieces:
+        """The pieces of a stage that was cut, if they still are what the module would do."""
+        live, (capture,) = self._live, self._captures
+        assert live is not None
+        if backward and not stage.has_backward:
+            raise GradientError(
+                f"stage {stage.index} was cut out of a step that was captured with backward=False: run it without gradients"
+            )
+        if self._key(live, (), backward=stage.has_backward) != capture.key:
+            raise ModelStateError(
+                f"stage {stage.index} was cut out of a step that was captured in another mode: since then modules were put into"
+                " training or evaluation mode, or parameters were frozen or unfrozen. Capture the step again, and cut that"
+            )
+        return capture
+
+    def _key(self, live: LiveModel, received: tuple[int, ...], *, backward: bool) -> tuple[Any, ...]:
+        """What pieces depend on besides the look of the inputs."""
+        training = tuple(module.training for module in live.modules)
+        device = live.device.type
+        autocast = self._stage is None and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else None
+        return (backward, received, training, tuple(live.trainable().values()), dtype)
+
+    def _add(self, live: LiveModel, key: tuple[Any, ...], make: Callable[[], StageGraph]) -> StagePieces:
+        """Add pieces for another kind of microbatch, on all data-parallel ranks together; the first make parameters shards."""
         error: Exception | None = None
         entries: tuple[Any, ...] = ()
         try:
-            joint, step = trace_stage(
-                self.module,
-                inputs["args"],
-                inputs["kwargs"],
-                received,
-                backward=backward,
-                table=live.table.with_trainable(trainable),
-                param_dtype=self.config.param_dtype,
-                cast_inputs_of=[layout.unit for layout in live.layouts.values()],
-                device=live.device,
-            )
+            graph = make()
             passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
-            joint = self._passed(live, joint, NONE, passes)
-            capture = _Capture(key, joint, step, _cut(joint))
+            joint = self._passed(live, graph.joint, NONE, passes)
+            capture = StagePieces(key, joint, graph.structure, graph.differentiable, cut(joint))
             entries = signature(joint)
         except Exception as problem:
             error = problem
@@ -295,14 +268,17 @@ class GraphProgram:
         return capture
 
     def _lay_out(self) -> LiveModel:
-        table = parameter_table(self.module, param_dtype=self.config.param_dtype)
         degree = 1 if self._topology is None else self._topology.degrees.shard
+        if self._stage is not None:
+            table, device = self._stage.joint.table, self._stage.device
+            layouts = self._stage.layouts(self.plan, self.config, degree=degree)
+            return LiveModel(self.module, table, layouts, self._topology, device)
+        table = parameter_table(self.module, param_dtype=self.config.param_dtype)
         modules = [name for name, _ in self.module.named_modules()]
         layouts = plan_layouts(table, self.plan, self.config, degree=degree, modules=modules) if len(table) else {}
         tensors = (*self.module.parameters(), *self.module.buffers())
-        return LiveModel(
-            self.module, table, layouts, self._topology, tensors[0].device if tensors else torch.device("cpu")
-        )
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return LiveModel(self.module, table, layouts, self._topology, device)
 
     def _passed(self, live: LiveModel, joint: JointGraph, variant: Variant, passes: Sequence[GraphPass]) -> JointGraph:
         if self.config.bucket_by != "none":
@@ -310,45 +286,46 @@ class GraphProgram:
         context = PassContext(self.config, self._topology, dict(live.layouts), variant)
         return PassPipeline([*passes, OverlapPass()]).run(joint, context)
 
-    def _values(self, capture: _Capture, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _values(self, capture: StagePieces, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         live = self._live
         assert live is not None
-        return [*live.values(), *live.buffer_values(capture.joint.buffers), *(tensor.detach() for tensor in tensors)]
+        laid_out = (order.laid_out(tensor.detach()) for order, tensor in zip(capture.orders, tensors, strict=False))
+        return [*live.values(), *live.buffer_values(capture.joint.buffers), *laid_out]
 
-    def _gather(self, capture: _Capture) -> None:
+    def _gather(self, capture: StagePieces) -> None:
         if capture.whole is None:
             known = dict(zip(capture.inputs, self._values(capture, ()), strict=False))
             before = set(known)
             capture.run("unshard", known)
             capture.whole = {name: value for name, value in known.items() if name not in before}
 
-    def _start(self, flight: _Flight, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> bool:
+    def _start(self, flight: Flight, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> bool:
         """Fill in the gradients of a microbatch's outputs; False where no root depends on any."""
         if not roots or not flight.outputs:
             return False
         taken = torch.autograd.grad(roots, flight.outputs, grads, allow_unused=True)
-        for name, output, gradient in zip(flight.capture.seeds, flight.outputs, taken, strict=True):
-            flight.known[name] = torch.zeros_like(output) if gradient is None else gradient.contiguous()
+        for number, (output, gradient) in enumerate(zip(flight.outputs, taken, strict=True)):
+            given = torch.zeros_like(output) if gradient is None else gradient
+            flight.known[flight.pieces.seeds[number]] = flight.pieces.seed(number, given)
         return any(gradient is not None for gradient in taken)
 
-    def _inputs(self, flight: _Flight) -> tuple[torch.Tensor | None, ...]:
-        capture = flight.capture
+    def _inputs(self, flight: Flight) -> tuple[torch.Tensor | None, ...]:
+        capture = flight.pieces
         capture.run("backward_input", flight.known)
         nodes = capture.named("grad")
         found = tuple(
             capture.value(nodes[place], flight.known) if place is not None and place in nodes else None
             for place in flight.places
         )
-        read = capture.reads("backward_weight") | {node.name for node in capture.joint.gradient_nodes.values()}
-        flight.known = {name: value for name, value in flight.known.items() if name in read}
+        flight.known = capture.kept(flight.known, "backward_weight")
         return found
 
-    def _weights(self, flight: _Flight | None) -> None:
+    def _weights(self, flight: Flight | None) -> None:
         if flight is None:
             return
-        flight.capture.run("backward_weight", flight.known)
-        for name, node in flight.capture.joint.gradient_nodes.items():
-            gradient = flight.capture.value(node, flight.known)
+        flight.pieces.run("backward_weight", flight.known)
+        for name, node in flight.pieces.joint.gradient_nodes.items():
+            gradient = flight.pieces.value(node, flight.known)
             self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
 
     def _reducer(self, live: LiveModel, names: tuple[str, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -381,23 +358,3 @@ class GraphProgram:
         )
         joint = self._passed(live, joint, FULL, [DataParallelPass()])
         return compile_graph(joint.graph, joint.root)
-
-
-def _cut(joint: JointGraph) -> dict[str, _Ready]:
-    """The pieces of a stage's graph."""
-    if all(node.op != "call_function" for node in joint.graph.nodes):
-        return {}
-    inward = {node for (name, _), node in zip(joint.losses, joint.outputs[1:], strict=False) if name.startswith("grad")}
-    for node in reversed(joint.graph.nodes):
-        if node.op != "call_function":
-            continue
-        node.meta["stage"] = 0
-        if phase_of(node) == "forward":
-            node.meta["piece"] = "forward" if comm_of(node) is None else "unshard"
-        else:
-            node.meta["piece"] = "backward_input" if node in inward else "backward_weight"
-            inward.update(node.all_input_nodes if node in inward else ())
-    joint.facts |= {"split"}
-    return {
-        piece.kind: _Ready(piece, compile_graph(piece.module.graph, piece.module)) for piece in pieces(joint).pieces
-    }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from ._graph import JointGraph, mutated_arguments, phase_of
+from ._graph import JointGraph, is_getitem, is_view, mutated_arguments, phase_of, positions
 from ._memory import memory_roots
 from ._plan import ParallelPlan, ancestors
 from .exceptions import SplitError
@@ -103,6 +103,9 @@ def assign(joint: JointGraph, owners: Mapping[str, int]) -> dict[fx.Node, int]:
     backward = [n for n in joint.graph.nodes if n.op == "call_function" and phase_of(n) == "backward"]
     _follow_consumers(forward, stage)
     _stay_with_gradients(backward, stage, last)
+    for node in stage:
+        if is_getitem(node):  # only single values cross
+            stage[node] = stage[node.all_input_nodes[0]]
     _check(joint, stage)
     return stage
 
@@ -170,3 +173,32 @@ def _check(joint: JointGraph, stage: Mapping[fx.Node, int]) -> None:
                         f"{node.target} of stage {own} ({node.meta['fqn']}) writes to memory of stage {stage[root]}"
                         f" ({root.meta['fqn']}); a value must not be written in place behind a cut"
                     )
+
+
+def check_writes(joint: JointGraph, part: Mapping[fx.Node, int]) -> None:
+    """Refuse parts of which one writes to memory that another reads, where running one after the other swaps the two.
+
+    Args:
+        joint: the graph.
+        part: for each node that computes the number of its part; parts run in the order of their numbers.
+
+    Raises:
+        SplitError: names both.
+    """
+    roots, position = memory_roots(joint.graph), positions(joint.graph)
+    writes = [(node, root) for node in part for written in mutated_arguments(node) for root in roots[written]]
+    if not writes:
+        return
+    readers: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in part:
+        for source in () if is_view(node) else node.all_input_nodes:
+            for root in roots[source]:
+                readers.setdefault(root, {})[node] = None
+    for node, root in writes:
+        for reader in readers[root]:
+            if part[reader] != part[node] and (part[reader] < part[node]) != (position[reader] < position[node]):
+                raise SplitError(
+                    f"{node.target} ({node.meta['fqn'] or 'train_fn'}) writes to {root}, which {reader} ({reader.meta['fqn']})"
+                    f" {'then' if position[reader] > position[node] else 'before that'} reads; run in parts, it would see the"
+                    " other value: a value must not be written in place across a cut"
+                )

@@ -12,8 +12,8 @@ from torch import fx, nn
 from stepwell_meta import normalize_outputs
 
 from . import _compat as compat
-from ._graph import JointGraph
 from ._inputs import DynamicDims
+from ._stage_graph import StageGraph
 from ._table import ParameterTable
 from ._trace import Step, capture
 from .exceptions import CaptureError
@@ -105,8 +105,8 @@ def trace_stage(
     param_dtype: torch.dtype | None = None,
     cast_inputs_of: Sequence[str] = (),
     device: torch.device | None = None,
-) -> tuple[JointGraph, StageStep]:
-    """The joint graph of a stage, and the step that knows the structure of its outputs.
+) -> StageGraph:
+    """The graph of a stage that its module computes.
 
     Args:
         module: the stage.
@@ -142,4 +142,5 @@ def trace_stage(
         device=device,
         table=table,
     )
-    return joint, made[0]
+    (step,) = made
+    return StageGraph(joint, step.structure, step.differentiable)

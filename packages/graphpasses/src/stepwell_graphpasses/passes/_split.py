@@ -20,7 +20,7 @@ from torch import fx
 from .._collectives import comm_of, is_start
 from .._graph import JointGraph, is_random, phase_of, positions
 from .._pass import PassContext, PassContract
-from .._stages import assign
+from .._stages import assign, check_writes
 from ..exceptions import SplitError
 
 PieceKind = Literal["unshard", "forward", "backward_input", "backward_weight", "reduce"]
@@ -143,6 +143,7 @@ def pieces(joint: JointGraph) -> SplitGraph:
     order: list[tuple[int, PieceKind]] = [(s, kind) for s in range(count) for kind in KINDS[:2]]
     order += [(s, kind) for s in reversed(range(count)) for kind in KINDS[2:]]
     place = {key: index for index, key in enumerate(order)}
+    check_writes(joint, {node: place[key] for key, nodes in members.items() for node in nodes})
     position = positions(graph)
     made = [_extract(joint, key, members[key], place, position) for key in order if key in members]
     return SplitGraph(

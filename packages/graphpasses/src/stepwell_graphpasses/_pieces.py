@@ -1,0 +1,219 @@
+"""The pieces of one stage, ready to be called, and what microbatches keep between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx
+
+from . import _compat as compat
+from ._codegen import compile_graph
+from ._collectives import comm_of
+from ._graph import JointGraph, emit, mutated_arguments, phase_of, value_of
+from ._memory import memory_roots
+from .passes._split import Piece, pieces
+
+
+@attrs.frozen
+class MemoryOrder:
+    """How an example lies in memory. A value that travelled may lie otherwise, and views in a graph rely on it.
+
+    Attributes:
+        dims: the dims from the slowest to the fastest.
+        expanded: those among them along which one element is repeated.
+    """
+
+    dims: tuple[int, ...]
+    expanded: tuple[int, ...]
+
+    @classmethod
+    def of(cls, example: torch.Tensor) -> MemoryOrder:
+        """That of an example."""
+        strides = [int(stride) for stride in example.stride()]
+        sizes = [int(size) for size in example.shape]
+        return cls(
+            tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim])),
+            tuple(dim for dim, stride in enumerate(strides) if stride == 0 and sizes[dim] > 1),
+        )
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in this order; the tensor itself where it has it."""
+        strides = [tensor.stride(dim) for dim in self.dims if tensor.shape[dim] > 1]
+        repeated = [dim for dim in self.dims if tensor.shape[dim] > 1 and tensor.stride(dim) == 0]
+        if strides == sorted(strides, reverse=True) and sorted(repeated) == list(self.expanded):
+            return tensor
+        source, sizes = tensor, tensor.shape
+        for dim in self.expanded:
+            source = source.narrow(dim, 0, 1)
+        made = torch.empty([source.shape[dim] for dim in self.dims], dtype=tensor.dtype, device=tensor.device)
+        back = sorted(range(len(self.dims)), key=self.dims.__getitem__)
+        return made.permute(back).copy_(source).expand(sizes)
+
+
+@attrs.frozen(eq=False)
+class Ready:
+    """A piece that can be called."""
+
+    piece: Piece
+    run: Callable[[list[Any]], tuple[Any, ...]]
+    device: str
+
+    def __call__(self, known: dict[str, Any]) -> None:
+        """Add the piece's outputs to the values it takes its inputs from."""
+        with torch.no_grad(), torch.autocast(self.device, enabled=False), compat.below_autograd():
+            found = self.run([known[name] for name in self.piece.inputs])
+        known.update(zip(self.piece.outputs, found, strict=True))
+
+
+@attrs.define(eq=False)
+class StagePieces:
+    """The pieces for microbatches of one kind. Mutable: it holds the whole parameters between unshard and reshard.
+
+    Attributes:
+        key: what they depend on besides the inputs.
+        joint: the stage's graph, after passes.
+        structure: how its outputs are nested.
+        differentiable: which of them get a gradient.
+        pieces: by kind.
+        whole: what unshard gathered.
+    """
+
+    key: tuple[Any, ...]
+    joint: JointGraph
+    structure: Any
+    differentiable: tuple[int, ...]
+    pieces: dict[str, Ready]
+    whole: dict[str, Any] | None = None
+    inputs: list[str] = attrs.field(init=False)
+    orders: list[MemoryOrder] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """The names of all inputs (parameters, buffers, tensors, gradients of outputs), and how tensors and gradients lie."""
+        nodes = self.joint.placeholders
+        self.inputs = [node.name for node in nodes]
+        self.orders = [MemoryOrder.of(value_of(n)) for n in nodes[len(self.joint.table) + len(self.joint.buffers) :]]
+
+    @property
+    def seeds(self) -> list[str]:
+        """Names of the inputs that take the gradients of outputs."""
+        return self.inputs[len(self.inputs) - len(self.joint.extra_inputs) :]
+
+    def seed(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of the ``number``-th differentiable output as the graph takes it."""
+        return self.orders[len(self.orders) - len(self.joint.extra_inputs) + number].laid_out(gradient)
+
+    def run(self, kind: str, known: dict[str, Any]) -> None:
+        """Run a piece, where the stage has it."""
+        if kind in self.pieces:
+            self.pieces[kind](known)
+
+    def kept(self, known: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
+        """Those of the values that these pieces read, or that are given out after them."""
+        names = {name for kind in kinds if kind in self.pieces for name in self.pieces[kind].piece.inputs}
+        names.update(node.name for node in self.joint.gradient_nodes.values())
+        if "backward_input" in kinds:
+            names.update(node.name for node in self.named("grad").values())
+        return {name: value for name, value in known.items() if name in names}
+
+    def named(self, kind: str) -> dict[int, fx.Node]:
+        """The nodes of outputs (``out``) or of gradients of inputs (``grad``), by index."""
+        pairs = zip((name for name, _ in self.joint.losses), self.joint.outputs[1:], strict=False)
+        return {int(name.partition(".")[2]): node for name, node in pairs if name.startswith(kind)}
+
+    def value(self, node: fx.Node, known: Mapping[str, Any]) -> torch.Tensor:
+        """The value of an output node."""
+        found = getattr(self.joint.root, str(node.target)) if node.op == "get_attr" else known[node.name]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+@attrs.define(eq=False)
+class Flight:
+    """A microbatch between its forward and the end of its backward.
+
+    Attributes:
+        pieces: what runs it.
+        known: the values that its backward reads.
+        outputs: its outputs that require grad.
+        places: for each received tensor its index among the tensor inputs; None where it wants no gradient.
+    """
+
+    pieces: StagePieces
+    known: dict[str, Any]
+    outputs: list[torch.Tensor]
+    places: Sequence[int | None]
+
+
+def cut(joint: JointGraph) -> dict[str, Ready]:
+    """The pieces of a stage's graph, which is marked on the way."""
+    if all(node.op != "call_function" for node in joint.graph.nodes):
+        return {}
+    _save_written(joint)
+    _give_own_memory(joint)
+    inward = {node for (name, _), node in zip(joint.losses, joint.outputs[1:], strict=False) if name.startswith("grad")}
+    for node in reversed(joint.graph.nodes):
+        if node.op != "call_function":
+            continue
+        node.meta["stage"] = 0
+        if phase_of(node) == "forward":
+            node.meta["piece"] = "forward" if comm_of(node) is None else "unshard"
+        else:
+            node.meta["piece"] = "backward_input" if node in inward else "backward_weight"
+            inward.update(node.all_input_nodes if node in inward else ())
+    joint.facts |= {"split"}
+    device = next(iter(v.device.type for n in joint.placeholders if isinstance(v := value_of(n), torch.Tensor)), "cpu")
+    return {
+        piece.kind: Ready(piece, compile_graph(piece.module.graph, piece.module), device)
+        for piece in pieces(joint).pieces
+    }
+
+
+def _save_written(joint: JointGraph) -> None:
+    """Let backward read copies of what forward writes into buffers: the forwards of later microbatches write there again."""
+    roots = memory_roots(joint.graph)
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    forward = [node for node in nodes if phase_of(node) == "forward"]
+    written = {
+        root
+        for node in forward
+        for argument in mutated_arguments(node)
+        for root in roots[argument]
+        if root.op == "placeholder"
+    }
+    for value in list(joint.graph.nodes):
+        if not written.intersection(roots[value]) or not isinstance(value_of(value), torch.Tensor):
+            continue
+        readers = [user for user in value.users if user.op == "call_function" and phase_of(user) == "backward"]
+        if readers and (value.op == "placeholder" or phase_of(value) == "forward"):
+            with joint.graph.inserting_after(forward[-1]):
+                saved = emit(
+                    joint.graph,
+                    torch.ops.aten.clone.default,
+                    (value,),
+                    like=forward[-1],
+                    phase="forward",
+                    mode=joint.mode,
+                )
+            for reader in readers:
+                reader.replace_input_with(value, saved)
+
+
+def _give_own_memory(joint: JointGraph) -> None:
+    """Let every gradient that goes out have memory of its own: whoever gets it may write to it or send it away."""
+    roots = memory_roots(joint.graph)
+    outputs = list(joint.outputs)
+    first = 1 + sum(name.startswith("out") for name, _ in joint.losses)
+    taken: set[fx.Node] = set()
+    for index, node in enumerate(outputs):
+        if index < first:
+            continue
+        if taken.intersection(roots[node]) or any(root.op != "call_function" for root in roots[node]):
+            with joint.graph.inserting_before(joint.output_node):
+                outputs[index] = emit(
+                    joint.graph, torch.ops.aten.clone.default, (node,), like=node, phase="backward", mode=joint.mode
+                )
+        taken.update(roots[node])
+    joint.output_node.args = (tuple(outputs),)

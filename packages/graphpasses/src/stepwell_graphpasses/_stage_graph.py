@@ -1,0 +1,163 @@
+"""The graph of one stage: of a module that was captured, or of a step that was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from . import _compat as compat
+from ._config import PassConfig
+from ._graph import JointGraph, value_of
+from ._inputs import TensorGuard
+from ._plan import ParallelPlan
+from ._table import Layout, ParameterTable, plan_layouts
+from .exceptions import ConfigError, GuardError
+
+
+@attrs.frozen(eq=False)
+class StageGraph:
+    """Forward and backward of one stage, and how its outputs are to be read.
+
+    Attributes:
+        joint: the graph. The named losses are its outputs (``out.0``, …) and the gradients of what it received (``grad.0``, …, by
+            index of the tensor input); extra inputs are the gradients of its outputs (``seed.0``, …).
+        structure: how the outputs are nested.
+        differentiable: which of them get a gradient.
+    """
+
+    joint: JointGraph
+    structure: Any
+    differentiable: tuple[int, ...]
+
+
+@attrs.frozen(eq=False)
+class CutStage:
+    """One stage of a step that was cut.
+
+    Attributes:
+        index: which stage.
+        graph: its graph.
+        received: names of the values that it takes from earlier stages, in order.
+        inputs: names of the step's inputs that it takes, after these.
+        step_inputs: names of all inputs of the step, in order.
+        constants: dotted names of inputs that are built into the graph, with their values.
+        canonical: for each parameter's name here its first name in the whole model.
+        whole: the parameters of the whole model.
+        has_backward: whether the step was captured with its backward.
+    """
+
+    index: int
+    graph: StageGraph
+    received: tuple[str, ...]
+    inputs: tuple[str, ...]
+    step_inputs: tuple[str, ...]
+    constants: Mapping[str, Any]
+    canonical: Mapping[str, str]
+    whole: ParameterTable
+    has_backward: bool
+
+    @property
+    def joint(self) -> JointGraph:
+        """Its graph's record."""
+        return self.graph.joint
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The graph's tensor inputs, from a microbatch's arguments: received values, then inputs, by position or by name.
+
+        Inputs of the step that this stage does not take are passed over.
+
+        Raises:
+            GuardError: an argument is missing, unknown, or not what the graph was made for.
+        """
+        names = (*self.received, *self.inputs)
+        given = dict(zip(names, args, strict=False))
+        problems = []
+        if len(args) > len(names):
+            problems.append(f"it takes {len(names)} values ({', '.join(names)}), got {len(args)}")
+        if twice := sorted(given.keys() & kwargs.keys()):
+            problems.append(f"{twice[0]} was given by position and by name")
+        if unknown := sorted(kwargs.keys() - {*names, *self.step_inputs}):
+            problems.append(f"the step has no input {unknown[0]}; its inputs are {', '.join(self.step_inputs)}")
+        leaves = dict(compat.flatten_named({**kwargs, **given})[0])
+        found = []
+        for guard in self.joint.guards.leaves:
+            assert isinstance(guard, TensorGuard)
+            if guard.name not in leaves:
+                problems.append(f"{guard.name} is missing; this rank has to be given it too, by name")
+            else:
+                leaf = leaves[guard.name]
+                as_it_lies = (
+                    attrs.evolve(guard, stride=tuple(leaf.stride())) if isinstance(leaf, torch.Tensor) else guard
+                )
+                problems += as_it_lies.problems(leaf)
+                found.append(leaf)
+        problems += [
+            f"{name}: the graph was made for the value {value!r}, got {leaves[name]!r}"
+            for name, value in self.constants.items()
+            if name in leaves and leaves[name] != value
+        ]
+        if problems:
+            raise GuardError(
+                f"the inputs of stage {self.index} are not those that its step was captured with:\n  "
+                + "\n  ".join(problems)
+                + "\nEvery microbatch must look like the example that the step was captured with: choose a number of microbatches"
+                " that divides the batch, or capture the step with such an example",
+                problems=problems,
+            )
+        return found
+
+    def check(self, config: PassConfig) -> None:
+        """Refuse a configuration that asks for another dtype than the step was captured with."""
+        for parameter in self.joint.table:
+            wanted = config.param_dtype if config.param_dtype and parameter.dtype.is_floating_point else parameter.dtype
+            if parameter.compute_dtype != wanted:
+                raise ConfigError(
+                    f"param_dtype={config.param_dtype}, but the step was captured with {parameter.name} in"
+                    f" {parameter.compute_dtype}; give trace() the same param_dtype",
+                    field="param_dtype",
+                    value=config.param_dtype,
+                )
+
+    def layouts(self, plan: ParallelPlan, config: PassConfig, *, degree: int) -> dict[str, Layout]:
+        """How its parameters lie on the ranks, by a plan for the whole model."""
+        if not len(self.whole):
+            return {}
+        whole = plan_layouts(self.whole, plan, config, degree=degree, modules=sorted(self.joint.containers))
+        return {name: whole[canonical] for name, canonical in self.canonical.items()}
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """A module with the parameters and buffers that this stage holds, those of the model itself, under their names there."""
+        root = nn.Module()
+        root.training = model.training
+
+        def holder(path: str) -> nn.Module:
+            made, source = root, model
+            for part in path.split(".") if path else ():
+                source = source.get_submodule(part)
+                if part not in made._modules:
+                    made.add_module(part, nn.Module())
+                made = made.get_submodule(part)
+                made.training = source.training
+            return made
+
+        for parameter in self.joint.table:
+            for name in parameter.names:
+                path, _, attribute = name.rpartition(".")
+                holder(path).register_parameter(attribute, model.get_submodule(path)._parameters[attribute])
+        for buffer in self.joint.buffers:
+            for name in (buffer.name, *buffer.aliases):
+                path, _, attribute = name.rpartition(".")
+                source = model.get_submodule(path)
+                lasting = attribute not in source._non_persistent_buffers_set
+                holder(path).register_buffer(attribute, source._buffers[attribute], persistent=lasting)
+        return root
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        device: torch.device = value_of(self.joint.placeholders[0]).device
+        return device
