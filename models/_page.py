@@ -1,9 +1,10 @@
-"""The table in docs/models.md, between markers."""
+"""What docs/models.md says of the models, between markers."""
 
 from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 START, END = "<!-- table -->", "<!-- /table -->"
+MORE, MORE_END = "<!-- more -->", "<!-- /more -->"
 COLUMNS = ("model", "2 stages", "4 stages", "8 stages", "processes", "torch, 2 ranks", "torch, 4 ranks")
 
 
@@ -63,13 +65,12 @@ class Table:
 
     def write(self, page: Path) -> None:
         """Replace what is between the markers."""
-        before, _, rest = page.read_text().partition(START)
         outcomes = {
             name: {column[7]: row[column][0] for column in COLUMNS if column.startswith("torch")}
             for name, row in self.rows.items()
         }
         kept = f"<!-- {versions()}; {json.dumps(outcomes)} -->"
-        page.write_text("\n".join([before + START, *self.lines(), "", kept, END]) + rest.partition(END)[2])
+        _replace(page, START, [*self.lines(), "", kept], END)
 
     def _cell(self, outcomes: Sequence[str]) -> str:
         """The worst of them, in brief; what is long goes to the notes."""
@@ -86,6 +87,33 @@ class Table:
         if text not in self.notes:
             self.notes.append(text)
         return self.notes.index(text) + 1
+
+
+class Names:
+    """Models that are right; mutable: a run adds to it."""
+
+    def __init__(self, count: int) -> None:
+        self.names: list[str] = []
+        self._count = count
+
+    def add(self, name: str) -> None:
+        """One more."""
+        self.names.append(name)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every model has run."""
+        return len(self.names) == self._count
+
+    def write(self, page: Path) -> None:
+        """Replace what is between the markers."""
+        text = f"{len(self.names)} more are right in 4 stages on ZBV: {', '.join(self.names)}."
+        _replace(page, MORE, textwrap.wrap(text, 130), MORE_END)
+
+
+def _replace(page: Path, start: str, lines: Sequence[str], end: str) -> None:
+    before, _, rest = page.read_text().partition(start)
+    page.write_text("\n".join([before + start, *lines, end]) + rest.partition(end)[2])
 
 
 def known_outcomes(page: Path) -> Mapping[str, Mapping[str, str]]:

@@ -1,4 +1,4 @@
-"""What one run finds out: the table of docs/models.md."""
+"""What one run finds out: the table of docs/models.md, and the names below it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ._page import Table
+    from ._page import Names, Table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -32,6 +32,18 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield table
     if not request.session.testsfailed and table.is_complete:
         table.write(PAGE)
+
+
+@pytest.fixture(scope="session")
+def more() -> Iterator[Names]:
+    """Likewise of the models that run in one way only."""
+    from ._more import MORE
+    from ._page import Names
+
+    names = Names(len(MORE))
+    yield names
+    if names.is_complete:
+        names.write(PAGE)
 
 
 @pytest.fixture(scope="session")
