@@ -74,7 +74,7 @@ def pipeline(
         StageUsageError: the model cannot be cut; names the line that forbids it.
         PipelineError: the pieces, the schedule and the number of ranks do not fit together.
     """
-    plan = _schedule(schedule, world.size, microbatches)
+    plan = make_schedule(schedule, world.size, microbatches)
     if isinstance(pieces, nn.Module | ModelSplit):
         cut = split_sequential(pieces, plan.placement.num_stages) if isinstance(pieces, nn.Module) else pieces
         stages = cut.stages(plan.placement, world.rank, world.device, init_fn=init_fn)
@@ -240,7 +240,12 @@ def _refuse_shared_parameters(pieces: Sequence[nn.Module | Callable[[], nn.Modul
         seen |= found
 
 
-def _schedule(schedule: str | Schedule, ranks: int, microbatches: int | None) -> Schedule:
+def make_schedule(schedule: str | Schedule, ranks: int, microbatches: int | None) -> Schedule:
+    """The schedule of a name, or the given one, if it fits.
+
+    Raises:
+        PipelineError: it does not, or nothing has that name.
+    """
     if isinstance(schedule, Schedule):
         if microbatches not in (None, schedule.num_microbatches):
             raise PipelineError(

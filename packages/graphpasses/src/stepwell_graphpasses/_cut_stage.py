@@ -118,6 +118,7 @@ class StageBuilder:
             canonical={self._names(one)[0]: one.name for one in self.parameters},
             whole=joint.table,
             has_backward=bool(joint.gradients),
+            device=value_of(graph.placeholders[0]).device,
         )
 
     def _enter(self, name: str, node: fx.Node) -> fx.Node:

@@ -11,6 +11,7 @@ Gradients stay whole, and in the dtype of reductions, until all microbatches hav
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ from ._trace_stage import trace_stage
 from ._variants import FULL, NONE, Variant
 from .exceptions import GradientError, ModelStateError
 from .passes import BucketPass, DataParallelPass, DeadCollectivePass, OverlapPass, RematPass
+
+# Ranks may be threads of one process, whose graphs share a mode of example values; a capture also undoes what it changes.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class GraphProgram:
@@ -253,11 +257,12 @@ class GraphProgram:
         error: Exception | None = None
         entries: tuple[Any, ...] = ()
         try:
-            graph = make()
-            passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
-            joint = self._passed(live, graph.joint, NONE, passes)
-            capture = StagePieces(key, joint, graph.structure, graph.differentiable, cut(joint))
-            entries = signature(joint)
+            with _ONE_AT_A_TIME:
+                graph = make()
+                passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
+                joint = self._passed(live, graph.joint, NONE, passes)
+                capture = StagePieces(key, joint, graph.structure, graph.differentiable, cut(joint))
+                entries = signature(joint)
         except Exception as problem:
             error = problem
         agree(self._topology, error, entries)
@@ -356,5 +361,6 @@ class GraphProgram:
             mode=mode,
             extra_inputs=names,
         )
-        joint = self._passed(live, joint, FULL, [DataParallelPass()])
+        with _ONE_AT_A_TIME:
+            joint = self._passed(live, joint, FULL, [DataParallelPass()])
         return compile_graph(joint.graph, joint.root)

@@ -11,7 +11,7 @@ from torch import nn
 
 from . import _compat as compat
 from ._config import PassConfig
-from ._graph import JointGraph, value_of
+from ._graph import JointGraph
 from ._inputs import TensorGuard
 from ._plan import ParallelPlan
 from ._table import Layout, ParameterTable, plan_layouts
@@ -48,6 +48,7 @@ class CutStage:
         canonical: for each parameter's name here its first name in the whole model.
         whole: the parameters of the whole model.
         has_backward: whether the step was captured with its backward.
+        device: where it runs.
     """
 
     index: int
@@ -59,6 +60,7 @@ class CutStage:
     canonical: Mapping[str, str]
     whole: ParameterTable
     has_backward: bool
+    device: torch.device
 
     @property
     def joint(self) -> JointGraph:
@@ -155,9 +157,3 @@ class CutStage:
                 lasting = attribute not in source._non_persistent_buffers_set
                 holder(path).register_buffer(attribute, source._buffers[attribute], persistent=lasting)
         return root
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        device: torch.device = value_of(self.joint.placeholders[0]).device
-        return device
