@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from stage_support import Threads, build, step
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import microbatch as torchs
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask
 
 from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import Transport
 from stepwell_stage import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.run._chunks import BY_RULE, with_specs
 from stepwell_stage.run._microbatch import split
+from stepwell_stage.schedules import gpipe
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -88,6 +92,12 @@ def test_a_step_cuts_by_the_same_specs() -> None:
         (torch.zeros(3, 2), TensorChunkSpec(2), "has no dim 2"),
         (torch.zeros(3, 2), TensorChunkSpec(-1), "a batch of 2 cannot be cut into 3"),
         (5, TensorChunkSpec(0), "only tensors are cut, got int"),
+        (torch.zeros(3), torchs.sum_reducer, "says how results are put together"),
+        (
+            torch.zeros(3, 2).to_sparse(),
+            TensorChunkSpec(0),
+            "layout torch.sparse_coo cannot be cut along dim 0: cut it yourself",
+        ),
         (torch.zeros(3), "batch", "a spec is a TensorChunkSpec or None"),
         ([torch.zeros(3)], [TensorChunkSpec(0), None], "do not have the structure"),
     ],
@@ -120,6 +130,21 @@ def test_what_cannot_be_merged_is_refused() -> None:
         merge_chunks([(1,), (2,)], (None,))
     with pytest.raises(StageUsageError, match="microbatch 1 has the structure"):
         merge_chunks([torch.zeros(1), [torch.zeros(1)]])
+    with pytest.raises(StageUsageError, match=r"shapes \[\(1, 2\), \(1, 3\)\] cannot be joined along dim 0"):
+        merge_chunks([torch.zeros(1, 2), torch.zeros(1, 3)])
+
+
+def test_a_batch_that_cannot_be_cut_is_an_error_on_every_rank(threads: Threads) -> None:
+    """Only the rank that was to cut it heard of it; the others waited for the step to begin."""
+
+    def run(transport: Transport) -> str:
+        executor = build(transport, [nn.Linear(2, 2), nn.Linear(2, 2)], gpipe(2, 2))
+        with pytest.raises(StageUsageError) as raised:
+            step(executor, torch.ones(4, 2).to_sparse(), torch.ones(4, 2))
+        return str(raised.value)
+
+    first, second = threads(run, 2)
+    assert second == f"the first stage's rank refused the step: {first}"
 
 
 def test_p044_a_block_mask_is_cut_with_its_function() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Placement, Transport
+from stepwell_p2p.exceptions import PeerFailure
 from stepwell_stage import Executor, clip_grad_norm_, load_state_dict, measure_costs, split_sequential, state_dict, tie
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.schedules import gpipe, one_f_one_b
@@ -309,6 +310,34 @@ def test_measured_costs(threads: Threads) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     first, second = threads(measure, 2)
     assert first == second
+
+
+def test_a_model_that_cannot_be_measured_is_an_error_on_every_rank(threads: Threads) -> None:
+    """Rank 0 alone heard of it; the others waited for its numbers."""
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no number")
+
+    def unmeasurable(transport: Transport) -> str:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(2, 2))
+        with pytest.raises(StageUsageError) as raised:
+            measure_costs(model, torch.ones(1, 2), transport=transport)
+        return str(raised.value)
+
+    def failing(transport: Transport) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model[0].forward = fails
+        kind, words = (
+            (ArithmeticError, "no number") if transport.rank == 0 else (PeerFailure, "ArithmeticError: no number")
+        )
+        with pytest.raises(kind, match=words):
+            measure_costs(model, torch.ones(1, 2), transport=transport)
+
+    first, second = threads(unmeasurable, 2)
+    assert first == second
+    assert "this one is on the meta device" in first
+    threads(failing, 2)
 
 
 def test_a_checkpoint_gives_a_part_its_values(tmp_path: Any) -> None:

@@ -171,8 +171,10 @@ def rows(leaf: Any, spec: TensorChunkSpec) -> int:
     """How many rows there are along the spec's dim.
 
     Raises:
-        StageUsageError: the value is no tensor, or has no such dim.
+        StageUsageError: the value is no tensor, or has no such dim, or the spec is for results.
     """
+    if not isinstance(spec, TensorChunkSpec):
+        raise StageUsageError(f"{spec} says how results are put together: values are cut by a TensorChunkSpec, or None")
     dim = spec.split_dim
     if _is_mask(leaf):
         if dim != 0:
@@ -199,7 +201,13 @@ def _cut(leaf: Any, spec: Spec, count: int) -> Sequence[Any]:
     if isinstance(leaf, DTensor):
         return _cut_dtensor(leaf, spec.split_dim, count)
     tensor: torch.Tensor = leaf
-    return tensor.tensor_split(count, spec.split_dim)
+    try:
+        return tensor.tensor_split(count, spec.split_dim)
+    except RuntimeError as error:  # sparse and nested tensors cannot be cut
+        raise StageUsageError(
+            f"a {type(tensor).__name__} of layout {tensor.layout} cannot be cut along dim {spec.split_dim}: cut it yourself"
+            " and pass its parts, as arg_mbs, kwarg_mbs or target_mbs of Executor.step"
+        ) from error
 
 
 def _cut_dtensor(whole: DTensor, dim: int, count: int) -> list[torch.Tensor]:
@@ -298,7 +306,11 @@ def _join(values: list[Any], spec: Any) -> Any:
 
 def _cat(values: list[Any], dim: int) -> torch.Tensor:
     if not any(isinstance(value, DTensor) for value in values):
-        return torch.cat(values, dim)
+        try:
+            return torch.cat(values, dim)
+        except RuntimeError as error:
+            shapes = [tuple(value.shape) for value in values]
+            raise StageUsageError(f"tensors of shapes {shapes} cannot be joined along dim {dim}") from error
     first = values[0]
     for number, value in enumerate(values):
         if (

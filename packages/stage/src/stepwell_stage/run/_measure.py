@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepwell_meta import encode
+from stepwell_meta import decode, encode
 from stepwell_p2p import Transport
 
 from .._compat import tree_flatten
@@ -37,12 +37,25 @@ def measure_costs(
         kwargs: keyword inputs.
 
     Raises:
-        StageUsageError: the forward cannot be cut, or a parameter is on the meta device.
+        StageUsageError: on every rank, the forward cannot be cut, or a parameter is on the meta device.
     """
     if transport is None:
         return _measure(model, args, kwargs, repeats)
-    costs = torch.tensor(_measure(model, args, kwargs, repeats) if transport.rank == 0 else (), dtype=torch.double)
-    _, (shared,) = decide(transport, (encode(None), [costs]), lambda words: words[0])
+    problem: str | None = None
+    costs: tuple[float, ...] = ()
+    if transport.rank == 0:
+        try:
+            costs = _measure(model, args, kwargs, repeats)
+        except StageUsageError as error:
+            problem = str(error)
+        except BaseException as error:  # the other ranks wait for the numbers
+            transport.abort(f"{type(error).__name__}: {error}")
+            raise
+    word = encode(problem), [torch.tensor(costs, dtype=torch.double)]
+    payload, (shared,) = decide(transport, word, lambda words: words[0])
+    found = decode(payload)
+    if found is not None:
+        raise StageUsageError(found)
     return tuple(shared.tolist())
 
 

@@ -65,7 +65,7 @@ def undisturbed(module: object, device: torch.device) -> Iterator[None]:
         for owner in modules
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
     ]
-    values = {id(buffer): buffer.detach().clone() for _, _, buffer in places}
+    values = {id(buffer): _once(buffer).detach().clone() for _, _, buffer in places}
     others = {} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     try:
         with torch.random.fork_rng(**(others or {"devices": []})):
@@ -75,4 +75,14 @@ def undisturbed(module: object, device: torch.device) -> Iterator[None]:
             for owner, name, buffer in places:
                 if getattr(owner, name) is not buffer:
                     setattr(owner, name, buffer)
-                buffer.copy_(values[id(buffer)])
+                _once(buffer).copy_(values[id(buffer)])
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that shows one value in several places, as ``expand()`` makes, each value once; else the tensor."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
