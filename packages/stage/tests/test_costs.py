@@ -8,9 +8,9 @@ from collections.abc import Callable
 import attrs
 import pytest
 
-from stepwell_stage import Action, Costs, EdgeCost, Event, Schedule, Timeline, lower, simulate
+from stepwell_stage import Action, Costs, CustomCost, EdgeCost, Event, Schedule, Timeline, lower, simulate
 from stepwell_stage.exceptions import StageUsageError
-from stepwell_stage.schedules import dualpipe_v, one_f_one_b, zbv
+from stepwell_stage.schedules import custom, dualpipe_v, one_f_one_b, zbv
 
 
 def test_defaults() -> None:
@@ -34,6 +34,21 @@ def test_edges_that_differ() -> None:
     assert costs.link(1, 0) == (1.0, 10.0)
 
 
+def test_actions_of_ones_own() -> None:
+    costs = Costs((1, 1), (1, 1), custom=[CustomCost("save", 2.0, stage=1), CustomCost("save", 3.0)])
+    assert [costs.custom_cost("save", stage) for stage in (0, 1)] == [3.0, 2.0]
+    assert costs.custom_cost("load", 0) == 0.0
+
+
+def test_actions_of_ones_own_are_measured_too() -> None:
+    """They were left out, so a step that spent its time in them was predicted to take none."""
+    plan = lower(custom(["0F0 0{save}0 0F1 0{save}1 0B0 0B1", "1F0 1{save}0 1B0 1F1 1B1"]))
+    true = Costs((1, 2), (3, 4), custom=[CustomCost("save", 5.0, stage=0), CustomCost("save", 6.0, stage=1)])
+    costs = Costs.measured(simulate(plan, true).timeline, 2)
+    assert sorted(costs.custom, key=lambda cost: cost.seconds) == list(true.custom)
+    assert simulate(plan, costs).makespan == simulate(plan, true).makespan
+
+
 def test_kept_bytes_are_all_bytes_unless_said() -> None:
     assert Costs((1,), (1,), activation_bytes=[8]).bytes_for_weights == (8,)
     assert Costs((1,), (1,), activation_bytes=[8], kept_bytes=[3]).bytes_for_weights == (3,)
@@ -50,6 +65,12 @@ def test_kept_bytes_are_all_bytes_unless_said() -> None:
         ({"latency": -1.0}, "latency must not be negative"),
         ({"bandwidth": 0.0}, "a bandwidth must be above 0 bytes a second"),
         ({"edges": [EdgeCost(0, 1, 0.0, 0.0)]}, "a bandwidth must be above 0"),
+        ({"forward": (1, math.inf)}, "forward must not be negative, and be finite"),
+        ({"latency": math.inf}, "latency must not be negative, and be finite, got inf"),
+        ({"bandwidth": math.nan}, "a bandwidth must be above 0"),
+        ({"edges": [EdgeCost(0, 1, math.nan, 1.0)]}, "and a latency not negative and finite"),
+        ({"activation_bytes": (4, 4), "kept_bytes": (4, 5)}, r"that stays from I to W, got \(4, 5\) of \(4, 4\)"),
+        ({"custom": [CustomCost("save", -1.0)]}, "seconds must not be negative, and be finite, got CustomCost"),
         ({"overlap_gain": 1.5}, "overlap_gain is a share from 0 to 1, got 1.5"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stepwell_p2p import Rules
 from stepwell_p2p.exceptions import DeadlockError
-from stepwell_stage import Action, Costs, EdgeCost, Kind, Plan, Schedule, lower, prove, simulate
+from stepwell_stage import Action, Costs, CustomCost, EdgeCost, Kind, Plan, Schedule, lower, prove, simulate
 from stepwell_stage.exceptions import ScheduleError
 from stepwell_stage.plan._random import random_schedule
 from stepwell_stage.schedules import (
@@ -106,6 +106,55 @@ def test_the_executors_own_time_counts_for_every_action() -> None:
     assert simulate(plan, attrs.evolve(Costs.uniform(1), per_action=0.25)).makespan == 6 + 4 * 0.25
 
 
+def test_actions_of_ones_own_take_what_costs_say() -> None:
+    """They took nothing, whatever they did, so a schedule full of offloading looked as fast as one without."""
+    plan = lower(custom(["0{save}0 0F0 0{load}0 0B0", "1F0 1{load}0 1B0"]))
+    costs = Costs.uniform(2, forward=1, backward=2)
+    assert simulate(plan, costs).makespan == 6
+    dear = attrs.evolve(
+        costs, custom=[CustomCost("load", 0.25, stage=1), CustomCost("load", 8.0), CustomCost("save", 5)]
+    )
+    simulation = simulate(plan, dear)
+    assert simulation.makespan == 5 + 1 + 8 + 2  # the other rank's 1 + 0.25 + 2 pass meanwhile
+    assert simulation.busy == (16.0, 3.25)
+    assert [str(action) for _, action in simulation.critical_path] == ["0{save}0", "0F0", "0{load}0", "0B0"]
+    assert simulation.timeline.bubble == pytest.approx(simulation.bubble)
+
+
+def test_the_critical_path_follows_a_busy_edge_to_what_filled_it() -> None:
+    """It went from a message that had queued to the action that had sent it, which had nothing to do with the delay."""
+    plan = lower(custom(["0F0 0F1", "1F0 1F1"]))
+    simulation = simulate(plan, Costs((1, 1), (0, 0), output_bytes=(10, 0), bandwidth=1.0))
+    assert simulation.makespan == 1 + 10 + 10 + 1
+    assert [str(action) for _, action in simulation.critical_path] == ["0F0", "1F1"]
+
+
+def test_the_critical_path_does_not_run_through_what_a_message_passed() -> None:
+    """A late receive held the message back, yet the path ran through what the receiver computed while it was on its way."""
+    late = Plan(
+        custom(["0F0 0F1", "1F0 1F1"]),
+        ((0, 1),),
+        [
+            map(Action.parse, ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0WAIT_F0", "0WAIT_F1"]),
+            map(Action.parse, ["1RECV_F0", "1F0", "1RECV_F1", "1F1"]),
+        ],
+    )
+    simulation = simulate(late, Costs((1, 3), (0, 0), latency=5.0))
+    assert simulation.makespan == 1 + 5 + 3 + 5 + 3
+    assert [str(action) for _, action in simulation.critical_path] == ["0F0", "1F0", "1F1"]
+    early = attrs.evolve(late, actions=[late.actions[0], map(Action.parse, ["1RECV_F0", "1RECV_F1", "1F0", "1F1"])])
+    simulation = simulate(early, Costs((3, 1), (0, 0), latency=5.0))
+    assert [str(action) for _, action in simulation.critical_path] == ["0F0", "0F1", "1F1"]
+
+
+def test_who_waits_for_parameters_does_not_wait_for_a_message() -> None:
+    """The picture showed a wait in a receive that the stage, the first, does not have."""
+    simulation = simulate(lower(one_f_one_b(1, 1), sharded=[0]), Costs((1,), (2,), unshard=(4,)))
+    assert [str(event.action) for event in simulation.timeline.events] == ["0UNSHARD", "0F0", "0B0"]
+    assert [str(action) for _, action in simulation.critical_path] == ["0F0", "0B0"]
+    assert simulation.bubble == simulation.timeline.bubble == pytest.approx(4 / 7)
+
+
 def test_overlapped_pairs_save_what_they_are_said_to() -> None:
     plan = lower(dualpipe_v(1, 4))
     pairs = sum(bool(action.parts) for action in plan.actions[0])
@@ -138,10 +187,13 @@ def test_what_the_weight_step_needs_stays_longer() -> None:
     assert simulate(lower(zb_h1(4, 8)), part).peak_bytes == (40, 34, 28, 22)
 
 
+@pytest.mark.parametrize("per_action", [0.0, 0.02])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_timeline_and_simulation_agree(name: str) -> None:
+def test_timeline_and_simulation_agree(name: str, per_action: float) -> None:
+    """Also where the executor takes time: the picture once counted that as compute, and its bubble was smaller."""
     schedule = BY_NAME[name](4, 6)
-    simulation = simulate(lower(schedule), Costs.uniform(schedule.placement.num_stages, latency=0.3))
+    costs = attrs.evolve(Costs.uniform(schedule.placement.num_stages, latency=0.3), per_action=per_action)
+    simulation = simulate(lower(schedule), costs)
     timeline = simulation.timeline
     assert timeline.makespan == simulation.makespan
     assert timeline.bubble == pytest.approx(simulation.bubble)

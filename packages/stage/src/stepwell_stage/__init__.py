@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepwell_stage.plan._action import Action, Kind
-from stepwell_stage.plan._costs import Costs, EdgeCost
+from stepwell_stage.plan._costs import Costs, CustomCost, EdgeCost
 from stepwell_stage.plan._lower import Plan, lower
 from stepwell_stage.plan._perfetto import from_perfetto, to_perfetto
 from stepwell_stage.plan._png import to_png
@@ -45,6 +45,7 @@ __all__ = [
     "Action",
     "ActionCall",
     "Costs",
+    "CustomCost",
     "EagerProgram",
     "EdgeCost",
     "Event",

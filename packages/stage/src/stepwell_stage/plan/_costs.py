@@ -30,6 +30,21 @@ class EdgeCost:
     bandwidth: float
 
 
+@attrs.frozen
+class CustomCost:
+    """What an action of the user's own takes.
+
+    Attributes:
+        name: of the action, see :meth:`Action.custom`.
+        seconds: of the rank's own time.
+        stage: on which stage; None for every stage.
+    """
+
+    name: str
+    seconds: float
+    stage: int | None = None
+
+
 def _numbers(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(map(float, values))
 
@@ -40,6 +55,14 @@ def _sizes(values: Iterable[int]) -> tuple[int, ...]:
 
 def _edges(values: Iterable[EdgeCost]) -> tuple[EdgeCost, ...]:
     return tuple(values)
+
+
+def _customs(values: Iterable[CustomCost]) -> tuple[CustomCost, ...]:
+    return tuple(values)
+
+
+def _is_cost(number: float) -> bool:
+    return 0 <= number < math.inf  # NaN is not
 
 
 @attrs.frozen
@@ -65,9 +88,10 @@ class Costs:
         edges: edges that differ.
         overlap: whether messages travel beside compute; otherwise both ends stop for each.
         eager: whether a message may leave before its receive is posted.
-        per_action: seconds that the executor itself takes for every action.
+        per_action: seconds that the executor itself takes before every action.
         unshard: of gathering a stage's parameters.
         reduce_grad: of reducing a stage's gradients.
+        custom: of actions of the user's own; the first that fits counts, and one that is not there takes nothing.
     """
 
     forward: tuple[float, ...] = attrs.field(converter=_numbers)
@@ -86,26 +110,34 @@ class Costs:
     per_action: float = 0.0
     unshard: tuple[float, ...] = attrs.field(default=(), converter=_numbers)
     reduce_grad: tuple[float, ...] = attrs.field(default=(), converter=_numbers)
+    custom: tuple[CustomCost, ...] = attrs.field(default=(), converter=_customs)
 
     def __attrs_post_init__(self) -> None:
         for name in ("activation_bytes", "output_bytes", "unshard", "reduce_grad"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * len(self.forward))
-        for field in attrs.fields(Costs):
-            value = getattr(self, field.name)
-            if field.name in ("edges", "overlap", "eager") or value is None:
-                continue
-            numbers = value if isinstance(value, tuple) else (value,)
-            if isinstance(value, tuple) and len(value) != len(self.forward):
-                raise StageUsageError(f"{field.name} has {len(value)} numbers but forward has {len(self.forward)}")
-            if any(not number >= 0 for number in numbers):  # NaN too
-                raise StageUsageError(f"{field.name} must not be negative, got {value}")
         if not self.forward:
             raise StageUsageError("costs need at least one stage")
-        if self.bandwidth == 0 or any(not edge.bandwidth > 0 or edge.latency < 0 for edge in self.edges):
-            raise StageUsageError("a bandwidth must be above 0 bytes a second, and a latency not negative")
+        for field in attrs.fields(Costs):
+            value = getattr(self, field.name)
+            if field.name in ("bandwidth", "edges", "overlap", "eager", "custom") or value is None:
+                continue
+            if isinstance(value, tuple) and len(value) != len(self.forward):
+                raise StageUsageError(f"{field.name} has {len(value)} numbers but forward has {len(self.forward)}")
+            if not all(map(_is_cost, value if isinstance(value, tuple) else (value,))):
+                raise StageUsageError(f"{field.name} must not be negative, and be finite, got {value}")
+        if not self.bandwidth > 0 or not all(edge.bandwidth > 0 and _is_cost(edge.latency) for edge in self.edges):
+            raise StageUsageError("a bandwidth must be above 0 bytes a second, and a latency not negative and finite")
         if self.overlap_gain > 1:
             raise StageUsageError(f"overlap_gain is a share from 0 to 1, got {self.overlap_gain}")
+        if any(kept > held for kept, held in zip(self.bytes_for_weights, self.activation_bytes, strict=True)):
+            raise StageUsageError(
+                f"kept_bytes are the part of activation_bytes that stays from I to W, got {self.kept_bytes} of"
+                f" {self.activation_bytes}"
+            )
+        wrong = next((cost for cost in self.custom if not _is_cost(cost.seconds)), None)
+        if wrong is not None:
+            raise StageUsageError(f"seconds must not be negative, and be finite, got {wrong}")
 
     @classmethod
     def uniform(
@@ -131,7 +163,9 @@ class Costs:
 
     @classmethod
     def measured(cls, timeline: Timeline, num_stages: int) -> Costs:
-        """What a traced step took: for each stage the median of its F, and of its B or of its I and W. Messages take nothing.
+        """What a traced step took: for each stage the median of its F, of its B or I and W, and of each action of your own.
+
+        Messages take nothing.
 
         Use ``attrs.evolve`` for latency, bandwidth and bytes.
 
@@ -143,8 +177,12 @@ class Costs:
             StageUsageError: of some stage nothing was measured.
         """
         times: dict[tuple[int, Kind], list[float]] = {}
+        own: dict[tuple[str, int], list[float]] = {}
         for event in timeline.events:
-            times.setdefault((event.action.stage, event.action.kind), []).append(event.seconds)
+            action = event.action
+            times.setdefault((action.stage, action.kind), []).append(event.seconds)
+            if action.name:
+                own.setdefault((action.name, action.stage), []).append(event.seconds)
 
         def medians(kind: Kind) -> list[float]:
             return [statistics.median(times.get((stage, kind), [0.0])) for stage in range(num_stages)]
@@ -160,6 +198,7 @@ class Costs:
             [first + second if split and not b else b for b, first, second, split in halves],
             [first if split else b / 2 for b, first, second, split in halves],
             [second if split else b / 2 for b, first, second, split in halves],
+            custom=[CustomCost(name, statistics.median(seconds), stage) for (name, stage), seconds in own.items()],
         )
 
     @property
@@ -185,6 +224,13 @@ class Costs:
     def bytes_for_weights(self) -> tuple[int, ...]:
         """Of each stage, what I leaves for W."""
         return self.activation_bytes if self.kept_bytes is None else self.kept_bytes
+
+    def custom_cost(self, name: str, stage: int) -> float:
+        """Of an action of the user's own on a stage."""
+        for cost in self.custom:
+            if cost.name == name and cost.stage in (None, stage):
+                return cost.seconds
+        return 0.0
 
     def link(self, source: int, destination: int) -> tuple[float, float]:
         """Latency and bandwidth from one rank to another."""

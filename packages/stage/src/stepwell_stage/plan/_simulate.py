@@ -44,6 +44,7 @@ class Simulation:
     starts: tuple[array[float], ...] = attrs.field(repr=False, eq=False)
     ends: tuple[array[float], ...] = attrs.field(repr=False, eq=False)
     _causes: dict[tuple[int, int], tuple[int, int]] = attrs.field(repr=False, eq=False)
+    _per_action: float = attrs.field(repr=False, eq=False)
 
     @property
     def bubble(self) -> float:
@@ -57,14 +58,20 @@ class Simulation:
     @property
     def critical_path(self) -> tuple[tuple[int, Action], ...]:
         """Rank and compute action of each link of the chain that decides the makespan, first to last."""
-        rank = max(range(len(self.ends)), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
-        at = len(self.ends[rank]) - 1
+        latest = [max(ends, default=0.0) for ends in self.ends]
+        rank = latest.index(max(latest))
+        at = self.ends[rank].index(latest[rank]) if self.ends[rank] else -1
         path = []
         while at >= 0:
             action = self.plan.actions[rank][at]
             if action.kind.is_compute:
                 path.append((rank, action))
-            rank, at = self._causes.get((rank, at), (rank, at - 1))
+            if (rank, at) in self._causes:
+                rank, at = self._causes[rank, at]
+                continue
+            at -= 1
+            while at >= 0 and self.plan.actions[rank][at].kind in _BESIDE:  # the rank went on at once
+                at -= 1
         return tuple(reversed(path))
 
     @property
@@ -73,23 +80,32 @@ class Simulation:
         events = []
         for rank, row in enumerate(self.plan.actions):
             clock = 0.0
-            for action, start, end in zip(row, self.starts[rank], self.ends[rank], strict=True):
+            for at, (action, start, end) in enumerate(zip(row, self.starts[rank], self.ends[rank], strict=True)):
+                before, clock = clock, clock + self._per_action
+                if action.kind in _BESIDE:
+                    if end > start:
+                        events.append(Event(rank, action, start, end))
+                    continue
                 if action.kind.is_compute:
-                    if start > clock:
+                    if start > clock and not self._gathers(rank, at):
                         kind = Kind.RECV_F if action.leaves[0].kind is Kind.F else Kind.RECV_B
                         events.append(Event(rank, Action(action.stage, kind, action.microbatch), clock, start))
                     events.append(Event(rank, action, start, end))
-                    clock = end
-                elif end > start:
-                    events.append(Event(rank, action, start, end))
-                    clock = end if action.kind not in _BESIDE else clock
+                elif end > before:
+                    events.append(Event(rank, action, before, end))
+                clock = end
         return Timeline(events, f"{self.plan.schedule.name}, simulated")
+
+    def _gathers(self, rank: int, at: int) -> bool:
+        """Whether a compute action was late for its parameters, and not for a message."""
+        cause = self._causes.get((rank, at))
+        return cause is not None and cause[0] == rank and self.plan.actions[rank][cause[1]].kind is Kind.UNSHARD
 
 
 # Members of an enum are looked up through Python code before 3.12; the loop below asks for them millions of times.
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741 - the field's names
 SEND_F, SEND_B, RECV_F, RECV_B = Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B
-WAIT_F, WAIT_B, CUSTOM, OVERLAP = Kind.WAIT_F, Kind.WAIT_B, Kind.CUSTOM, Kind.OVERLAP
+WAIT_F, WAIT_B, CUSTOM, OVERLAP, RESHARD = Kind.WAIT_F, Kind.WAIT_B, Kind.CUSTOM, Kind.OVERLAP, Kind.RESHARD
 
 _BESIDE = (Kind.UNSHARD, Kind.REDUCE_GRAD)  # they take time, but not the rank's own
 
@@ -131,11 +147,14 @@ class _Clocks:
         self.sent = [-1.0] * len(messages)  # when the sender posted it, -1 for not yet
         self.posted = [0.0 if costs.eager else -1.0] * len(messages)  # when the receiver did
         self.arrival = [-1.0] * len(messages)  # when it is there
-        self.sent_at = [0] * len(messages)  # where in the sender's list its SEND stands
+        # Where its SEND and its RECV stand, and which of the two, its own or an earlier message's, made it leave when it did.
+        # A place is a position in a rank's list, times the number of ranks, plus the rank.
+        self.sent_at, self.posted_at, self.left_by = ([0] * len(messages) for _ in range(3))
         edges = [messages.edge(link * messages.num_microbatches) for link in range(2 * len(messages.links))]
         numbers = {edge: number for number, edge in enumerate(dict.fromkeys(edges))}
         self.edge_of_link = [numbers[edge] for edge in edges]
         self.edge_free = [0.0] * len(numbers)
+        self.edge_taken_by = [0] * len(numbers)  # what made the last message on it leave when it did: a place
         self.causes: dict[tuple[int, int], tuple[int, int]] = {}
         self.flight, self.on_wire = [], []
         for number, edge in enumerate(edges):
@@ -145,7 +164,9 @@ class _Clocks:
             self.flight.append(latency + costs.output_bytes[source] / bandwidth)
         self.kept_bytes = costs.bytes_for_weights
         self.collective = [0.0 for _ in ranks]  # when a rank's collectives are through
+        self.last_collective = [0 for _ in ranks]  # where the last of them stands
         self.gathered = [0.0] * plan.placement.num_stages
+        self.gathered_at = [0] * plan.placement.num_stages  # the place of the UNSHARD
         self.held, self.held_bytes = [0 for _ in ranks], [0 for _ in ranks]
         self.peak, self.peak_bytes = [0 for _ in ranks], [0 for _ in ranks]
         self.tables: dict[Kind, tuple[float, ...]] = {
@@ -161,7 +182,6 @@ class _Clocks:
         nothing: tuple[tuple[int, ...], ...] = ((),) * plan.placement.num_stages
         self.moved = bases | {Kind.WAIT_F: bases[Kind.SEND_F], Kind.WAIT_B: bases[Kind.SEND_B]}
         self.taken = {F: bases[RECV_F], B: bases[RECV_B], I: bases[RECV_B], W: nothing}
-        self.source = [edge.source for edge in edges]
         self.count = plan.num_microbatches
         self.waiters: dict[int, list[int]] = {}
         self.ready = list(ranks)[::-1]
@@ -185,13 +205,15 @@ class _Clocks:
             tuple(self.starts),
             tuple(self.ends),
             self.causes,
+            self.costs.per_action,
         )
 
     def _advance(self, rank: int, at: int) -> int:
         """Take a rank's actions from a position on; where it stops."""
-        row, per_action = self.plan.actions[rank], self.costs.per_action
+        row, per_action, num_ranks = self.plan.actions[rank], self.costs.per_action, len(self.plan.actions)
         tables, taken, moved = self.tables, self.taken, self.moved
-        sent, posted, arrival, sent_at = self.sent, self.posted, self.arrival, self.sent_at
+        sent, posted, arrival = self.sent, self.posted, self.arrival
+        sent_at, posted_at, left_by = self.sent_at, self.posted_at, self.left_by
         starts, ends = self.starts[rank], self.ends[rank]
         blocking, eager, count = not self.costs.overlap, self.costs.eager, self.count
         gathered = self.gathered
@@ -201,11 +223,12 @@ class _Clocks:
             action = row[at]
             stage, kind, number, peer, _, _ = action
             microbatch = number or 0
-            start = end = now
+            start = end = now + per_action
+            late = -1  # what it is late for: a place
             if kind is SEND_F or kind is SEND_B:
                 for base in moved[kind][stage]:
                     message = base + microbatch
-                    sent[message], sent_at[message] = end, at
+                    sent[message], sent_at[message] = end, at * num_ranks + rank
                     if posted[message] >= 0:
                         self._meet(message)
                     if blocking:
@@ -215,7 +238,7 @@ class _Clocks:
                     numbers = moved[kind][stage] if peer is None else (self.messages.of_action(action)[0] - microbatch,)
                     for base in numbers:
                         message = base + microbatch
-                        posted[message] = now
+                        posted[message], posted_at[message] = end, at * num_ranks + rank
                         if sent[message] >= 0:
                             self._meet(message)
             elif kind in tables:
@@ -226,14 +249,14 @@ class _Clocks:
                         stopped = message
                         break
                     if blocking:
-                        there = self._taken_by_hand(message, start)
-                    if there > start:
-                        start = there
-                        self._blame(rank, at, message)
+                        late = sent_at[message] if sent[message] > start else late
+                        start = self._taken_by_hand(message, start)
+                    elif there > start:
+                        start, late = there, left_by[message]
                 if stopped >= 0:
                     break
                 if gathered[stage] > start:
-                    start = gathered[stage]
+                    start, late = gathered[stage], self.gathered_at[stage]
                 end = start + tables[kind][stage]
                 busy += end - start
                 self._hold(rank, kind, stage)
@@ -245,27 +268,29 @@ class _Clocks:
                             stopped = base + microbatch
                             break
                         if there > end:
-                            end = there
+                            end, late = there, left_by[base + microbatch]
                     if stopped >= 0:
                         break
             elif kind is OVERLAP:
-                missing, start = self._pair_start(rank, at, action, now)
-                if missing >= 0:
-                    stopped = missing
+                stopped, start, late = self._pair_start(action, start)
+                if stopped >= 0:
                     break
                 end = start + self._pair_seconds(action)
                 busy += end - start
                 for leaf in action.parts:
                     self._hold(rank, leaf.kind, leaf.stage)
             elif kind is CUSTOM:
-                pass  # no cost of its own is known
-            else:  # beside compute: the rank itself goes on at once
-                starts[at], ends[at] = self._collective(rank, action, now)
-                now += per_action
+                end = start + self.costs.custom_cost(action.name, stage)
+                busy += end - start
+            elif kind is not RESHARD:  # beside compute: the rank itself goes on at once
+                starts[at], ends[at] = self._collective(rank, action, start, at)
+                now = start
                 at += 1
                 continue
-            now = end + per_action
-            starts[at], ends[at] = start, now
+            now = end
+            starts[at], ends[at] = start, end
+            if late >= 0:
+                self.causes[rank, at] = late % num_ranks, late // num_ranks
             at += 1
         self.clock[rank], self.busy[rank] = now, busy
         if stopped >= 0:
@@ -276,22 +301,23 @@ class _Clocks:
         """When a message is there if the receiver has to stop for it."""
         return max(now, self.sent[message]) + self.flight[message // self.count]
 
-    def _pair_start(self, rank: int, at: int, action: Action, now: float) -> tuple[int, float]:
-        """A message that is not known yet, else -1; and when the pair can start."""
-        start = now
+    def _pair_start(self, action: Action, start: float) -> tuple[int, float, int]:
+        """A message that is not known yet, else -1; when the pair can start; and what it is late for, else -1."""
+        late = -1
         for leaf in action.parts:
             for base in self.taken[leaf.kind][leaf.stage]:
                 message = base + (leaf.microbatch or 0)
                 there = self.arrival[message]
                 if there < 0:
-                    return message, start
+                    return message, start, late
                 if not self.costs.overlap:
-                    there = self._taken_by_hand(message, start)
-                if there > start:
-                    start = there
-                    self._blame(rank, at, message)
-            start = max(start, self.gathered[leaf.stage])
-        return -1, start
+                    late = self.sent_at[message] if self.sent[message] > start else late
+                    start = self._taken_by_hand(message, start)
+                elif there > start:
+                    start, late = there, self.left_by[message]
+            if self.gathered[leaf.stage] > start:
+                start, late = self.gathered[leaf.stage], self.gathered_at[leaf.stage]
+        return -1, start, late
 
     def _pair_seconds(self, action: Action) -> float:
         first, second = (self.tables[part.kind][part.stage] for part in action.parts)
@@ -302,20 +328,16 @@ class _Clocks:
         link = message // self.count
         edge = self.edge_of_link[link]
         start, posted, free = self.sent[message], self.posted[message], self.edge_free[edge]
+        left_by = self.sent_at[message]
         if posted > start:
-            start = posted
+            start, left_by = posted, self.posted_at[message]
         if free > start:
-            start = free
+            start, left_by = free, self.edge_taken_by[edge]
+        self.left_by[message] = self.edge_taken_by[edge] = left_by
         self.edge_free[edge] = start + self.on_wire[link]
         self.arrival[message] = start + self.flight[link]
         if message in self.waiters:
             self.ready.extend(self.waiters.pop(message))
-
-    def _blame(self, rank: int, at: int, message: int) -> None:
-        """The start of an action was decided by a message: by its sender, or by this rank's own late receive."""
-        if self.sent[message] >= self.posted[message]:
-            source = self.source[message // self.count]
-            self.causes[rank, at] = (source, self.sent_at[message])
 
     def _hold(self, rank: int, kind: Kind, stage: int) -> None:
         size = self.costs.activation_bytes[stage]
@@ -334,13 +356,15 @@ class _Clocks:
         self.held[rank] -= 1
         self.held_bytes[rank] -= kept if kind is W else size
 
-    def _collective(self, rank: int, action: Action, now: float) -> tuple[float, float]:
+    def _collective(self, rank: int, action: Action, now: float, at: int) -> tuple[float, float]:
         """UNSHARD and REDUCE_GRAD run beside compute, one after the other."""
-        if action.kind is Kind.RESHARD:
-            return now, now
-        start = max(now, self.collective[rank])
+        start = self.collective[rank]
+        if start > now:
+            self.causes[rank, at] = rank, self.last_collective[rank]
+        else:
+            start = now
         end = start + (self.costs.unshard if action.kind is Kind.UNSHARD else self.costs.reduce_grad)[action.stage]
-        self.collective[rank] = end
+        self.collective[rank], self.last_collective[rank] = end, at
         if action.kind is Kind.UNSHARD:
-            self.gathered[action.stage] = end
+            self.gathered[action.stage], self.gathered_at[action.stage] = end, at * len(self.plan.actions) + rank
         return start, end
