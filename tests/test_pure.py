@@ -41,6 +41,8 @@ PURE = {
         "split/_units.py",
         "split/_values.py",
         "split/_demand.py",
+        "split/_place.py",
+        "split/_ways.py",
     ],
     "stepwell_graphpasses": ["exceptions.py", "_plan.py"],
 }

@@ -3,6 +3,9 @@
 A stage needs what its units take, what it returns if it is the last, and what Python looks at before it is done. A value is
 *real* there if it is given, comes from one of its units, or is computed by glue from real values alone. What is needed and
 not real is taken from an earlier stage where it is real, or computed from values that are: whichever moves fewer bytes.
+
+Where a forward may go several ways, all of this is so in each. What ways share crosses in all of them if it crosses in one, for
+neither who sends it nor who takes it can know yet which way it is. After that each way has its own values on the same wires.
 """
 
 from __future__ import annotations
@@ -15,53 +18,76 @@ import attrs
 from stepwell_p2p._placement import Wire
 
 from ..exceptions import StageUsageError
-from ._values import TOKEN, Key, Origin, Recording
+from ._values import ROUTE, TOKEN, Key, Origin, Recording, Value
+from ._ways import Part, Place, Ways, allot, stop
+
+# What stands for a value, in every way, and is none: by its position.
+_TOKEN, _ROUTE = -1, -2
+_SIGNS = {_TOKEN: Value(TOKEN, Origin.GLUE, "a token"), _ROUTE: Value(ROUTE, Origin.GLUE, "a route")}
 
 
 @attrs.frozen
 class StagePlan:
-    """What one stage does, all of it in numbers of the recording.
+    """What one stage does.
 
     Attributes:
-        owned: calls of units that it computes.
-        receives: values that it takes, in the order of its inputs.
-        sends: values that it returns, in the order of its outputs; none on the last stage, which returns the model's result.
-        copies: of these, those that are changed in place later on.
-        last: the number of the last call or operation that it runs; None: it runs to the end.
+        parts: in each way.
+        outputs: how many tensors it returns; on the last stage none, which returns the model's result.
+        is_last: whether it is the last stage.
+        said: the inputs by which earlier stages say which way they went, where there are several.
+        says: the output by which it does so itself; None where it does not.
         held: names of parameters and buffers that its glue reads.
     """
 
-    owned: frozenset[int]
-    receives: tuple[Key, ...]
-    sends: tuple[Key, ...]
-    copies: frozenset[Key]
-    last: int | None
+    parts: tuple[Part, ...]
+    outputs: int
+    is_last: bool
+    said: tuple[int, ...]
+    says: int | None
     held: tuple[str, ...]
 
 
 @attrs.frozen
-class Demand:
-    """Every stage's part, and what crosses between them.
+class Crossing:
+    """One wire.
 
     Attributes:
-        stages: by number.
-        wires: what crosses.
-        nbytes: for each wire, how much in the example.
+        wire: where it goes.
+        keys: what crosses in each way; None: nothing.
+        nbytes: how much, in each way's example.
     """
 
-    stages: tuple[StagePlan, ...]
-    wires: tuple[Wire, ...]
+    wire: Wire
+    keys: tuple[Key | None, ...]
     nbytes: tuple[int, ...]
 
 
+@attrs.frozen
+class Demand:
+    """Every stage's part, and what crosses between them."""
+
+    stages: tuple[StagePlan, ...]
+    crossings: tuple[Crossing, ...]
+
+    @property
+    def wires(self) -> tuple[Wire, ...]:
+        """Where something crosses."""
+        return tuple(crossing.wire for crossing in self.crossings)
+
+
 def demand(
-    recording: Recording, owners: Mapping[int, int], *, num_stages: int, ranks: Sequence[int], inputs_everywhere: bool
+    ways: Ways,
+    owners: Sequence[Mapping[int, int]],
+    *,
+    num_stages: int,
+    ranks: Sequence[int],
+    inputs_everywhere: bool,
 ) -> Demand:
     """Find what crosses.
 
     Args:
-        recording: the model's forward.
-        owners: the stage of each call of a unit, by its number.
+        ways: the model's forwards.
+        owners: of each, the stage of each call of a unit, by its number.
         num_stages: how many stages.
         ranks: the rank of each stage: what several stages of a rank need is sent to it once.
         inputs_everywhere: whether every rank is given the inputs; otherwise only the first stage has them.
@@ -69,16 +95,18 @@ def demand(
     Raises:
         StageUsageError: a stage needs what a later one makes, or the forward changes the model by what units make.
     """
-    _check_state(recording)
-    need = _Needs(recording, owners, num_stages, ranks, inputs_everywhere=inputs_everywhere)
-    reads: set[tuple[int, int]] = set()
+    for recording in ways.recordings:
+        _check_state(recording)
+    need = _Needs(ways, owners, num_stages, ranks, inputs_everywhere=inputs_everywhere)
+    reads: set[tuple[int, int, int]] = set()
     while True:
         found = need.solve(reads)
         more = {
-            (stage, number)
-            for stage, end in enumerate(found.ends)
+            (stage, way, number)
+            for stage, ends in enumerate(found.ends)
+            for way, recording in enumerate(ways.recordings)
             for number, read in enumerate(recording.reads)
-            if end is None or read.number <= end
+            if (end := stop(ways, way, ends)) is None or read.number <= end
         }
         if more <= reads:
             return found.demand()
@@ -103,253 +131,289 @@ def _check_state(recording: Recording) -> None:
 class _Needs:
     def __init__(
         self,
-        recording: Recording,
-        owners: Mapping[int, int],
+        ways: Ways,
+        owners: Sequence[Mapping[int, int]],
         num_stages: int,
         ranks: Sequence[int],
         *,
         inputs_everywhere: bool,
     ) -> None:
-        self.recording = recording
+        self.ways = ways
         self.owners = owners
         self.num_stages = num_stages
         self.ranks = ranks
         self.inputs_everywhere = inputs_everywhere
 
-    def solve(self, reads: Iterable[tuple[int, int]]) -> _Solution:
+    def solve(self, reads: Iterable[tuple[int, int, int]]) -> _Solution:
         """Stage by stage, the first first, so that it is known what each one before has."""
         solution = _Solution(self)
         for stage in range(self.num_stages):
-            needed: dict[int, str] = {}
-            for call in self.recording.calls:
-                if self.owners[call.number] == stage:
-                    needed |= dict.fromkeys(call.inputs, f"unit {call.unit!r}")
-            for reader, number in sorted(reads):
+            needed: dict[Place, str] = {}
+            for way, recording in enumerate(self.ways.recordings):
+                for call in recording.calls:
+                    if self.owners[way][call.number] == stage:
+                        needed |= {(way, value): f"unit {call.unit!r}" for value in call.inputs}
+            for reader, way, number in sorted(reads):
                 if reader == stage:
-                    read = self.recording.reads[number]
-                    needed.setdefault(read.value, read.what)
-            if stage and not self.inputs_everywhere:  # glue looks at inputs, and at their shapes, wherever it likes
-                given = [n for n, value in enumerate(self.recording.values) if value.origin is Origin.INPUT]
-                needed |= dict.fromkeys(given, "the model's inputs")
-            if stage == self.num_stages - 1:
-                needed |= {value: "the model's result" for value in self.recording.results if value not in needed}
+                    read = self.ways.recordings[way].reads[number]
+                    needed.setdefault((way, read.value), read.what)
+            for way, recording in enumerate(self.ways.recordings):
+                if stage and not self.inputs_everywhere:  # glue looks at inputs, and at their shapes, wherever it likes
+                    given = (n for n, value in enumerate(recording.values) if value.origin is Origin.INPUT)
+                    needed |= {(way, position): "the model's inputs" for position in given}
+                if stage == self.num_stages - 1:
+                    for position in recording.results:
+                        needed.setdefault((way, position), "the model's result")
             solution.add(stage, needed)
         solution.run_on_for_hooks()
         return solution
 
 
 class _Solution:
-    """What is found so far; mutable."""
+    """What is found so far; mutable. Values that ways share go by their place in the first of these."""
 
     def __init__(self, needs: _Needs) -> None:
         self.needs = needs
-        self.values = needs.recording.values
-        self.real: list[list[bool]] = []
-        self.ends: list[int | None] = []
+        self.ways = needs.ways
+        self.every = range(len(needs.ways.recordings))
+        self.real: list[list[list[bool]]] = []  # by stage, way and position
+        self.ends: list[list[int | None]] = []  # by stage and way
         self.held: list[dict[str, None]] = []
-        self.receives: list[dict[int, int]] = []  # by stage: position of a value, and the stage that it comes from
-        self.sends: list[set[Key]] = []
-        self.drawn: dict[int, int] = {}  # random values: the one stage that draws each
+        self.receives: list[dict[Place, int]] = []  # by stage: a value, and the stage that it comes from
+        self.sends: list[dict[Place, set[int]]] = []  # by stage: a value, and the stages that it goes to
+        self.drawn: dict[Place, int] = {}  # random values: the one stage that draws each
 
-    def add(self, stage: int, needed: Mapping[int, str]) -> None:
+    def add(self, stage: int, needed: Mapping[Place, str]) -> None:
         """Decide for one stage."""
         self.held.append({})
         self.receives.append({})
-        self.sends.append(set())
-        owned = [number for number, owner in self.needs.owners.items() if owner == stage]
-        is_last = stage == self.needs.num_stages - 1
-        least = len(self.needs.recording.names) if self.needs.recording.has_changes else -1
-        self.ends.append(None if is_last else max([*owned, least]))
-        real = self._real(stage)
-        costs = self._costs(stage, real)
+        self.sends.append({})
+        self.ends.append([self._least(stage, way) for way in self.every])
+        real = self._all_real(stage)
+        costs = [self._costs(stage, way, mine) for way, mine in enumerate(real)]
         for value, why in needed.items():
             self._take(stage, value, why, real, costs)
-        self.real.append(self._real(stage))
+        self.real.append(self._all_real(stage))
+        several = len(self.every) > 1
         if stage and not self.receives[stage]:
-            self._token(stage)
+            self._sign(stage, stage - 1, _ROUTE if several else _TOKEN)
+        elif several:
+            for source in set(self.receives[stage].values()):
+                self._sign(stage, source, _ROUTE)
+
+    def _least(self, stage: int, way: int) -> int | None:
+        """Where a stage may end that takes nothing and sends nothing."""
+        if stage == self.needs.num_stages - 1:
+            return None
+        recording = self.ways.recordings[way]
+        owned = (number for number, owner in self.needs.owners[way].items() if owner == stage)
+        return max([*owned, len(recording.names) if recording.has_changes else 0])
+
+    def _sign(self, stage: int, source: int, sign: int) -> None:
+        self.receives[stage][0, sign] = source
+        self.sends[source].setdefault((0, sign), set()).add(stage)
 
     def run_on_for_hooks(self) -> None:
         """A stage whose value gets a hook does not end before it."""
-        for position, number in self.needs.recording.hooked:
-            for stage, end in enumerate(self.ends):
-                if end is not None and self.values[position].key[0] <= end and self.real[stage][position]:
-                    self.ends[stage] = max(end, number)
+        for way, recording in enumerate(self.ways.recordings):
+            for position, number in recording.hooked:
+                for stage, ends in enumerate(self.ends):
+                    end = stop(self.ways, way, ends)
+                    made = recording.values[position].key[0]
+                    if end is not None and made <= end and self.real[stage][way][position]:
+                        ends[way] = max(end, number)
 
     def demand(self) -> Demand:
         """All of it as data."""
-        wires, nbytes = [], []
-        receives: list[tuple[Key, ...]] = []
-        sends = [tuple(sorted(sent)) for sent in self.sends]
-        for stage, taken in enumerate(self.receives):
-            order = sorted(taken, key=lambda position: (taken[position], self._key(position)))
-            receives.append(tuple(self._key(position) for position in order))
-            for number, position in enumerate(order):
-                source = taken[position]
-                wires.append(Wire(source, sends[source].index(self._key(position)), stage, number))
-                nbytes.append(self.values[position].nbytes if position >= 0 else 0)
-        written = {value.key for value in self.values if value.is_written}
-        stages = tuple(
-            StagePlan(
-                frozenset(number for number, owner in self.needs.owners.items() if owner == stage),
-                receives[stage],
-                sends[stage],
-                frozenset(written.intersection(sends[stage])),
-                self.ends[stage],
-                tuple(self.held[stage]),
+        carried = [self._allotted(sent) for sent in self.sends]
+        counts = [0 for _ in carried]
+        crossings = []
+        for source, outputs in enumerate(carried):
+            for number, by_way in enumerate(outputs):
+                for destination in sorted(self.sends[source][self._first(next(iter(by_way.values())))]):
+                    wire = Wire(source, number, destination, counts[destination])
+                    counts[destination] += 1
+                    values = [self._value(by_way[way]) if way in by_way else None for way in self.every]
+                    keys = tuple(None if value is None else value.key for value in values)
+                    crossings.append(Crossing(wire, keys, tuple(0 if v is None else v.nbytes for v in values)))
+        crossings.sort(key=lambda crossing: (crossing.wire.destination, crossing.wire.input))
+        plans = []
+        for stage, outputs in enumerate(carried):
+            mine = [crossing for crossing in crossings if crossing.wire.destination == stage]
+            plans.append(
+                StagePlan(
+                    tuple(self._part(stage, way, mine, outputs) for way in self.every),
+                    len(outputs),
+                    stage == self.needs.num_stages - 1,
+                    tuple(crossing.wire.input for crossing in mine if ROUTE in crossing.keys),
+                    next((number for number, by_way in enumerate(outputs) if by_way.get(0) == (0, _ROUTE)), None),
+                    tuple(self.held[stage]),
+                )
             )
-            for stage in range(self.needs.num_stages)
-        )
-        return Demand(stages, tuple(wires), tuple(nbytes))
+        return Demand(tuple(plans), tuple(crossings))
 
-    def _key(self, position: int) -> Key:
-        return self.values[position].key if position >= 0 else TOKEN
+    def _allotted(self, sent: Mapping[Place, set[int]]) -> list[dict[int, Place]]:
+        """What each output of a stage carries, by way."""
+        order = sorted(sent, key=lambda place: (self._value(place).key, place))
+        within = [dict(self._same(place)) for place in order]
+        wanted = [
+            (self._value(place).nbytes, frozenset(ways), frozenset(sent[place]))
+            for place, ways in zip(order, within, strict=True)
+        ]
+        outputs: dict[int, dict[int, Place]] = {}
+        for ways, number in zip(within, allot(wanted), strict=True):
+            outputs.setdefault(number, {}).update({way: (way, position) for way, position in ways.items()})
+        return [outputs[number] for number in sorted(outputs)]
 
-    def _real(self, stage: int) -> list[bool]:
-        """Which values are real on a stage, with what it holds and takes."""
+    def _part(self, stage: int, way: int, taken: Sequence[Crossing], outputs: Sequence[Mapping[int, Place]]) -> Part:
+        takes: dict[int, dict[int, int]] = {}
+        for crossing in taken:
+            key = crossing.keys[way]
+            if key is not None:
+                takes.setdefault(key[0], {})[key[1]] = crossing.wire.input
+        gives: dict[int, tuple[tuple[int, int, bool], ...]] = {}
+        for number, by_way in enumerate(outputs):
+            if way in by_way:
+                value = self._value(by_way[way])
+                gives[value.key[0]] = (*gives.get(value.key[0], ()), (value.key[1], number, value.is_written))
+        owned = frozenset(number for number, owner in self.needs.owners[way].items() if owner == stage)
+        return Part(owned, takes, gives, self.ends[stage][way])
+
+    def _value(self, place: Place) -> Value:
+        return _SIGNS[place[1]] if place[1] < 0 else self.ways.recordings[place[0]].values[place[1]]
+
+    def _same(self, place: Place) -> Sequence[Place]:
+        """Where a value is in all ways that share it."""
+        return [(way, place[1]) for way in self.every] if place[1] < 0 else self.ways.same[place[0]][place[1]]
+
+    def _first(self, place: Place) -> Place:
+        return self._same(place)[0]
+
+    def _all_real(self, stage: int) -> list[list[bool]]:
+        """Which values are real on a stage, with what it holds and takes, in each way."""
+        return [self._real(stage, way) for way in self.every]
+
+    def _real(self, stage: int, way: int) -> list[bool]:
         real: list[bool] = []
-        held, taken = self.held[stage], self.receives[stage]
-        for position, value in enumerate(self.values):
-            if position in taken:
+        held, taken, needs = self.held[stage], self.receives[stage], self.needs
+        for position, value in enumerate(self.ways.recordings[way].values):
+            if self._first((way, position)) in taken:
                 real.append(True)
             elif value.origin is Origin.INPUT:
-                real.append(self.needs.inputs_everywhere or stage == 0)
+                real.append(needs.inputs_everywhere or stage == 0)
             elif value.origin is Origin.HELD:
                 real.append(value.name in held)
             elif value.origin is Origin.CALL:
-                real.append(self.needs.owners[value.key[0]] == stage)
-            elif value.is_drawn and self.drawn.get(position) != stage:
+                real.append(needs.owners[way][value.key[0]] == stage)
+            elif value.is_drawn and self.drawn.get(self._first((way, position))) != stage:
                 real.append(False)
             else:
                 real.append(all(real[parent] for parent in value.parents))
         return real
 
-    def _costs(self, stage: int, real: Sequence[bool]) -> list[float]:
+    def _costs(self, stage: int, way: int, real: Sequence[bool]) -> list[float]:
         """Bytes to move so that a value is real here."""
         costs: list[float] = []
-        for position, value in enumerate(self.values):
+        for position, value in enumerate(self.ways.recordings[way].values):
             if real[position]:
                 costs.append(0)
                 continue
-            sent = value.nbytes if self._source(stage, position) is not None else inf
+            sent = value.nbytes if self._source(stage, (way, position)) is not None else inf
             if value.origin is Origin.HELD:
                 costs.append(value.nbytes)
-            elif self._is_computed(stage, position):
+            elif self._is_computed(stage, (way, position)):
                 costs.append(min(sent, sum(costs[parent] for parent in value.parents)))
             else:
                 costs.append(sent)
         return costs
 
-    def _source(self, stage: int, position: int) -> int | None:
+    def _source(self, stage: int, place: Place) -> int | None:
         """The stage to take a value from: one on the same rank, else the nearest that has it without running on for it."""
-        value = self.values[position]
+        value = self._value(place)
         if value.stays or value.origin is Origin.HELD:
             return None
-        having = [earlier for earlier in range(stage) if self.real[earlier][position]]
+        having = [
+            earlier
+            for earlier in range(stage)
+            if all(self.real[earlier][way][position] for way, position in self._same(place))
+        ]
         if not having:
             return None
 
         def runs_on(earlier: int) -> bool:
-            end = self.ends[earlier]
+            end = self.ends[earlier][place[0]]
             return end is not None and value.key[0] > end
 
         same_rank = self.needs.ranks[stage]
         return max(having, key=lambda earlier: (self.needs.ranks[earlier] == same_rank, not runs_on(earlier), earlier))
 
-    def _take(self, stage: int, wanted: int, why: str, real: list[bool], costs: list[float]) -> None:
+    def _take(
+        self, stage: int, wanted: Place, why: str, real: Sequence[list[bool]], costs: Sequence[Sequence[float]]
+    ) -> None:
         """Take a value from another stage, or what it is computed from."""
         todo = [wanted]
         while todo:
-            position = todo.pop()
-            if real[position]:
+            place = todo.pop()
+            way, position = place
+            if real[way][position]:
                 continue
-            value = self.values[position]
-            source = self._source(stage, position)
-            is_computed = self._is_computed(stage, position)
-            parents = sum(costs[parent] for parent in value.parents) if is_computed else inf
+            value = self._value(place)
+            source = self._source(stage, place)
+            is_computed = self._is_computed(stage, place)
+            parents = sum(costs[way][parent] for parent in value.parents) if is_computed else inf
             if value.origin is Origin.HELD:
                 self.held[stage][value.name] = None
             elif source is not None and value.nbytes <= parents:
-                self.receives[stage][position] = source
-                self.sends[source].add(value.key)
-                end = self.ends[source]
-                if end is not None:
-                    self.ends[source] = max(end, value.key[0])
+                self._send(stage, source, place, real)
             elif is_computed and parents < inf:
+                # Who draws random numbers does so in all ways that share them.
+                places = self._same(place) if value.is_drawn else [place]
                 if value.is_drawn:
-                    self.drawn[position] = stage
-                todo += value.parents
+                    self.drawn[self._first(place)] = stage
+                for mine in places:
+                    todo += [(mine[0], parent) for parent in self._value(mine).parents]
+                    real[mine[0]][mine[1]] = True
             else:
-                raise StageUsageError(self._refusal(stage, wanted, self._culprit(stage, position, costs), why))
-            real[position] = True
+                culprit = self._culprit(stage, place, costs[way])
+                raise StageUsageError(self._refusal(stage, culprit, why))
+            real[way][position] = True
 
-    def _is_computed(self, stage: int, position: int) -> bool:
+    def _send(self, stage: int, source: int, place: Place, real: Sequence[list[bool]]) -> None:
+        """Let a value cross, in all ways that share it."""
+        self.receives[stage][self._first(place)] = source
+        self.sends[source].setdefault(self._first(place), set()).add(stage)
+        number = self._value(place).key[0]
+        for way, position in self._same(place):
+            real[way][position] = True
+            end = self.ends[source][way]
+            if end is not None:
+                self.ends[source][way] = max(end, number)
+
+    def _is_computed(self, stage: int, place: Place) -> bool:
         """Whether a stage may compute a value itself; one with random numbers only if no other has."""
-        value = self.values[position]
-        is_free = not value.is_drawn or self.drawn.get(position, stage) == stage
+        value = self._value(place)
+        is_free = not value.is_drawn or self.drawn.get(self._first(place), stage) == stage
         return value.origin in (Origin.GLUE, Origin.ALIAS) and is_free
 
-    def _culprit(self, stage: int, position: int, costs: Sequence[float]) -> int:
+    def _culprit(self, stage: int, place: Place, costs: Sequence[float]) -> Place:
         """Of what a value is computed from, what cannot be had."""
-        while self._is_computed(stage, position):
-            position = next(parent for parent in self.values[position].parents if costs[parent] == inf)
-        return position
+        way, position = place
+        while self._is_computed(stage, (way, position)):
+            position = next(parent for parent in self._value((way, position)).parents if costs[parent] == inf)
+        return way, position
 
-    def _refusal(self, stage: int, wanted: int, position: int, why: str) -> str:
-        value = self.values[position]
+    def _refusal(self, stage: int, culprit: Place, why: str) -> str:
+        value = self._value(culprit)
         maker = value.name
         if value.origin is Origin.CALL:
-            owner = self.needs.owners[value.key[0]]
+            owner = self.needs.owners[culprit[0]][value.key[0]]
             maker = f"unit {value.name!r}, which is on stage {owner}"
             if owner < stage and value.stays:
                 maker += f", and {value.stays}"
         elif value.is_drawn:
-            maker = f"{maker!r}, which draws random numbers in place, on stage {self.drawn.get(position, stage)}"
+            drawer = self.drawn.get(self._first(culprit), stage)
+            maker = f"{maker!r}, which draws random numbers in place, on stage {drawer}"
         return (
             f"stage {stage} needs, for {why}, what comes from {maker}: values only go from earlier stages to later ones; put"
             " what needs it on that stage or a later one, with a mapping from names of units to stages in place of a number"
         )
-
-    def _token(self, stage: int) -> None:
-        self.receives[stage][-1] = stage - 1
-        self.sends[stage - 1].add(TOKEN)
-
-
-def place_calls(recording: Recording, stages: Mapping[str, int], fixed: Iterable[str] = ()) -> dict[int, int]:
-    """The stage of each call of a unit: that of the unit, or, where a call takes what a later stage makes, that later one.
-
-    Args:
-        recording: the model's forward.
-        stages: the stage of each unit.
-        fixed: units whose first call may not be anywhere else.
-
-    Raises:
-        StageUsageError: a fixed unit takes what a later stage makes.
-    """
-    given = set(fixed)
-    owners: dict[int, int] = {}
-    calls = {call.number: call for call in recording.calls}
-    levels: list[int] = []
-    seen: set[str] = set()
-    for value in recording.values:
-        if value.origin is not Origin.CALL:
-            levels.append(max((levels[parent] for parent in value.parents), default=0))
-            continue
-        call = calls[value.key[0]]
-        if call.number not in owners:
-            owners[call.number] = _owner(call.unit, stages, [levels[p] for p in call.inputs], given - seen)
-            seen.add(call.unit)
-        levels.append(owners[call.number])
-    for call in recording.calls:  # those that return no tensor
-        if call.number not in owners:
-            owners[call.number] = _owner(call.unit, stages, [levels[p] for p in call.inputs], given - seen)
-    return owners
-
-
-def _owner(unit: str, stages: Mapping[str, int], levels: Sequence[int], fixed: set[str]) -> int:
-    least = max(levels, default=0)
-    if least > stages[unit] and unit in fixed:
-        raise StageUsageError(
-            f"unit {unit!r} is to be on stage {stages[unit]}, but takes what stage {least} makes: put it on stage {least} or a"
-            " later one"
-        )
-    return max(stages[unit], least)

@@ -17,7 +17,8 @@ from ._leaves import tensors_in
 from ._look import Look
 from ._own import Control
 from ._templates import Templates
-from ._values import INPUTS, TOKEN, Key, Origin
+from ._values import INPUTS, Origin
+from ._ways import Route, routes
 
 
 class StageForward:
@@ -25,7 +26,7 @@ class StageForward:
 
     Args:
         stage: which.
-        look: what the example showed.
+        look: what the examples showed.
         plan: the stage's part.
         everywhere: whether this rank is given the model's inputs even if it is not the first.
         control: of the stage's module.
@@ -46,41 +47,49 @@ class StageForward:
         self._stage = stage
         self._look = look
         self._plan = plan
-        self._everywhere = everywhere
+        self._is_given = everywhere or stage == 0
         self._control = control
         self._absence = absence
-        self._templates = Templates(absence, look.examples, look.singles)
+        self._templates = Templates(absence)
+        self._routes = routes(look.ways, plan.parts)
+        self._ways = {route.number: route.ways for start in self._routes for route in start.walk()}
+        self._examples = [sight.examples for sight in look.sights]
         # Several stages of a rank are given the same tensors, and each of them changes these in place.
-        self._written = [
-            value.key[1] for value in look.recording.values if value.origin is Origin.INPUT and value.is_written
-        ]
+        self._writes = any(
+            value.origin is Origin.INPUT and value.is_written for one in look.ways.recordings for value in one.values
+        )
 
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
         start, known = time.perf_counter(), self._templates.count
-        values = {} if self._stage == 0 else dict(zip(self._plan.receives, received, strict=True))
-        named = self._named(received, inputs, values)
-        if self._written:
-            tensors = [one for value in named.values() for one in tensors_in(value)]
-            named = replaced(named, {index: tensors[index].clone() for index in self._written})
-        passed = self._passed(named, values)
+        taken = () if self._stage == 0 else received
+        said = Said([taken[slot] for slot in self._plan.said])
+        if self._is_given:
+            way, named = self._look.kinds.like(self._stage, self._named(received, inputs))
+            route = self._routes[way]
+        else:
+            route = self._told(said)
+            slots = route.part.takes.get(INPUTS, {})
+            example = self._look.kinds.examples[route.ways[0]]
+            named = replaced(example, {index: taken[slot] for index, slot in slots.items()})
+        if self._writes:
+            copies = {number: one.clone() for number, one in enumerate(tensors_in(named))}
+            named = replaced(named, copies)
+        glue = StageGlue(route, self._examples, taken, self._plan.outputs, self._absence, self._templates)
+        self._give_inputs(glue, named)
         args, kwargs = self._look.inputs.call(named)
-        glue = StageGlue(self._plan, self._look.recording.names, values, self._absence, self._templates)
         result = None
         try:
             with self._control.running(glue):
                 result = forward(*args, **kwargs)
+            self._end(glue, result)
         except DoneError:
             pass
         finally:
             self._absence.forget()
-        if self._plan.last is not None:
-            result = tuple(passed[key] if key in passed else glue.sent[key] for key in self._plan.sends)
-        elif any(map(self._absence.is_absent, tensors_in(result))):
-            raise StageUsageError(
-                "the model returned something that it did not return in the example, or that a hook took out of a unit of another"
-                " stage: leave it out of what the model returns"
-            )
+        self._check_route(glue.route, said)
+        if not self._plan.is_last:
+            result = self._outputs(glue)
         if self._templates.count == known:
             self.forwards += 1
             seconds = time.perf_counter() - start
@@ -88,41 +97,70 @@ class StageForward:
             self.glue_seconds += seconds - glue.unit_seconds
         return result
 
-    def _named(
-        self, received: Sequence[Any], inputs: Mapping[str, Any], values: Mapping[Key, torch.Tensor]
-    ) -> dict[str, Any]:
-        """All of the model's inputs, by name."""
-        example = self._look.example
-        if self._stage == 0:
-            named = self._look.inputs.joined(received, inputs)
-        elif self._everywhere:
-            named = dict(inputs)
-        else:
-            return replaced(example, {index: one for (number, index), one in values.items() if number == INPUTS})
-        odd = named.keys() - example.keys()
-        if odd:
-            raise StageUsageError(
-                f"stage {self._stage} was given {', '.join(sorted(odd))}, which the example did not have: split with an example"
-                " that has every input"
-            )
-        lacking = [name for name in example if name not in named and next(tensors_in(example[name]), None) is not None]
-        if lacking:
-            raise StageUsageError(
-                f"stage {self._stage} was given no {', '.join(lacking)}: every rank passes the model's inputs by name,"
-                ' step(**split.keywords(...)); or split with inputs="first"'
-            )
-        return {**example, **named}
+    def _named(self, received: Sequence[Any], inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inputs that this rank was given, by name."""
+        return self._look.inputs.joined(received, inputs) if self._stage == 0 else inputs
 
-    def _passed(self, named: Mapping[str, Any], values: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """What this stage sends without having computed it, as it is before the model's code may change it."""
-        passed = {}
-        for key in self._plan.sends:
-            if key == TOKEN:
-                passed[key] = torch.empty(0, device=self._absence.device)
-                continue
-            tensor = values.get(key)
-            if tensor is None and key[0] == INPUTS:
-                tensor = [one for value in named.values() for one in tensors_in(value)][key[1]]
-            if tensor is not None:
-                passed[key] = tensor.clone() if key in self._plan.copies else tensor
-        return passed
+    def _told(self, said: Said) -> Route:
+        """Of what kind the inputs are that only the first stage was given."""
+        ways = [self._ways[number] for number in said.numbers()] or [(0,)]
+        return self._routes[ways[0][0]]
+
+    def _give_inputs(self, glue: StageGlue, named: Mapping[str, Any]) -> None:
+        """Send what the model is given, as it is before its code may change it."""
+        gives = glue.route.part.gives.get(INPUTS, ())
+        tensors = list(tensors_in(named)) if gives else []
+        for index, output, is_copied in gives:
+            glue.sent[output] = tensors[index].clone() if is_copied else tensors[index]
+
+    def _end(self, glue: StageGlue, result: Any) -> None:
+        """The forward has returned."""
+        route = glue.route = glue.route.ended(glue.count)
+        if self._plan.is_last:
+            if any(map(self._absence.is_absent, tensors_in(result))):
+                raise StageUsageError(
+                    "the model returned something that it did not return in the example, or that a hook took out of a unit of"
+                    " another stage: leave it out of what the model returns, or split with an example for this way too (ways=)"
+                )
+        elif any(number >= glue.count for number in route.part.gives):
+            raise StageUsageError(
+                f"the model's forward ended before {route.names[glue.count]!r}, which came next in the example: split with an"
+                " example for this way too (ways=), or make what decides part of a unit (units=)"
+            )
+
+    def _check_route(self, route: Route, said: Said) -> None:
+        """Refuse to go on with what another stage made where it went another way."""
+        for number in said.numbers():
+            if not set(self._ways[number]).intersection(route.ways):
+                raise StageUsageError(
+                    f"stage {self._stage} went another way than a stage before it: the inputs, or what else decides how the"
+                    " forward goes on, such as a random number of Python's, must be the same on every rank"
+                )
+
+    def _outputs(self, glue: StageGlue) -> tuple[torch.Tensor, ...]:
+        """What was made, and emptiness in place of what is not made in this way."""
+        empty = torch.empty(0, device=self._absence.device)
+        outputs = [empty if one is None else one for one in glue.sent]
+        if self._plan.says is not None:
+            outputs[self._plan.says] = torch.full((1,), glue.route.number, device=self._absence.device)
+        return tuple(outputs)
+
+
+class Said:
+    """Which routes earlier stages took, as they say in a tensor each; read late, so that nothing waits for it.
+
+    Mutable: it reads once.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._here = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+        away = next((tensor for tensor in tensors if tensor.device.type != "cpu"), None)
+        self._arrived = None if away is None else torch.Event(away.device)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def numbers(self) -> list[int]:
+        """The numbers of the routes."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [int(tensor) for tensor in self._here]

@@ -18,10 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from .._compat import current_function_mode
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, source_line
-from ._demand import StagePlan
 from ._leaves import tensors_in, with_tensors
-from ._templates import Templates
-from ._values import Key
+from ._templates import Example, Templates
+from ._ways import Route
 
 # What every tensor has; reading it computes nothing. The others give tensors.
 _TENSOR_ATTRIBUTES = frozenset(("T", "mT", "H", "mH", "data", "grad", "real", "imag"))
@@ -85,52 +84,58 @@ class StageGlue(Glue):
     """Glue as one stage runs it, for one microbatch.
 
     Args:
-        plan: the stage's part.
-        names: of each numbered call and operation, as the example had them.
-        received: values from other stages.
+        route: what the stage does.
+        examples: of each way, for units that decide by data, by the number of the call: what it took and gave.
+        received: the stage's inputs.
+        outputs: how many it has.
         absence: makes absent tensors.
         templates: what units of other stages return.
+
+    Attributes:
+        route: of the ways, those that it may still be.
+        sent: the stage's outputs; None: not made.
+        unit_seconds: how long its own units took.
     """
 
     def __init__(
         self,
-        plan: StagePlan,
-        names: Sequence[str],
-        received: Mapping[Key, torch.Tensor],
+        route: Route,
+        examples: Sequence[Mapping[int, Example]],
+        received: Sequence[torch.Tensor],
+        outputs: int,
         absence: Absence,
         templates: Templates,
     ) -> None:
         super().__init__()
-        self.sent: dict[Key, torch.Tensor] = {}
+        self.route = route
+        self.sent: list[torch.Tensor | None] = [None] * outputs
         self.unit_seconds = 0.0
-        self._plan = plan
-        self._names = names
-        self._received: dict[int, dict[int, torch.Tensor]] = {}
-        for (number, index), tensor in received.items():
-            self._received.setdefault(number, {})[index] = tensor
-        self._sends: dict[int, list[int]] = {}
-        for number, index in plan.sends:
-            self._sends.setdefault(number, []).append(index)
+        self._examples = examples
+        self._received = received
         self._absence = absence
         self._templates = templates
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
-        if name in HOOKS and any(args[0] is one for row in self._received.values() for one in row.values()):
+        if name in HOOKS and any(args[0] is one for one in self._received):
             return RemovableHandle(OrderedDict())  # on the stage that made it
-        number = self.count
-        taken = self._received.get(number)
-        if taken is not None and self._names[number] == name and len(taken) == 1 and self._is_whole(number, taken):
-            out = taken[0]
+        number, route = self.count, self.route
+        if number == route.parts_at:
+            route = route.branches.get(name, route)
+        taken = route.part.takes.get(number)
+        if taken is not None and route.names[number] != name:
+            taken = None
+        if taken is not None and len(taken) == 1 and 0 in taken and number in route.singles:
+            out: Any = self._received[taken[0]]
         else:
             try:
                 out = self._templates.operation(number, func, args, kwargs)
             except NeedsDataError as error:
                 raise StageUsageError(
-                    f"{error.what} looks at a value that this stage does not have: it was not looked at in the example; split"
-                    " with an example that goes the same way"
+                    f"{error.what} looks at a value that this stage does not have: no example looked at it there; split with an"
+                    " example for this way too (ways=)"
                 ) from error
-            if taken is not None and self._names[number] == name:
+            if taken is not None:
                 out = self._with(out, taken)
         leaves = list(tensors_in(out))
         if leaves:
@@ -142,50 +147,63 @@ class StageGlue(Glue):
     ) -> Any:
         """See :meth:`Glue.unit`."""
         number = self.count
-        self._check(number, name)
-        if number in self._plan.owned:
+        route = self._follow(number, name)
+        example = self._examples[route.ways[0]].get(number)
+        if number in route.part.owned:
             start = time.perf_counter()
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start
-            self._templates.check(number, name, out)
+            if example is not None:
+                example.check(name, out)
         else:
-            out = self._templates.known(number, name, module, call, args, kwargs).result()
-            taken = self._received.get(number)
+            out = self._templates.known(example, name, module, call, args, kwargs).result()
+            taken = route.part.takes.get(number)
             if taken is not None:
                 out = self._with(out, taken)
         self._made(number, name, list(tensors_in(out)))
         return out
 
-    def _is_whole(self, number: int, taken: Mapping[int, torch.Tensor]) -> bool:
-        """Whether what is received is all that the operation gives: a single tensor."""
-        return 0 in taken and self._templates.is_single(number)
-
-    def _with(self, out: Any, taken: Mapping[int, torch.Tensor]) -> Any:
+    def _with(self, out: Any, taken: Mapping[int, int]) -> Any:
         def tensors() -> Iterator[torch.Tensor]:
             for index, tensor in enumerate(tensors_in(out)):
-                yield taken.get(index, tensor)
+                yield self._received[taken[index]] if index in taken else tensor
 
         return with_tensors(out, tensors())
 
     def _made(self, number: int, name: str, leaves: Sequence[torch.Tensor]) -> None:
-        self._check(number, name)
+        route = self._follow(number, name)
         self.count += 1
-        for index in self._sends.get(number, ()):
+        for index, output, is_copied in route.part.gives.get(number, ()):
             tensor = leaves[index]
             if self._absence.is_absent(tensor):
                 raise StageUsageError(
-                    f"{name!r} is to be sent, but this stage did not compute it: a forward went another way than the example's"
+                    f"{name!r} is to be sent, but this stage did not compute it: a forward went another way than the example's;"
+                    " split with an example for this way too (ways=)"
                 )
-            self.sent[number, index] = tensor.clone() if (number, index) in self._plan.copies else tensor
-        if self._plan.last is not None and number >= self._plan.last:
+            self.sent[output] = tensor.clone() if is_copied else tensor
+        if route.last is not None and number >= route.last:
             raise DoneError
 
-    def _check(self, number: int, name: str) -> None:
-        if number < len(self._names) and self._names[number] == name:
-            return
-        expected = f"{self._names[number]!r}" if number < len(self._names) else "nothing more"
+    def _follow(self, number: int, name: str) -> Route:
+        """The route, of what comes at a number.
+
+        Raises:
+            StageUsageError: no example went there.
+        """
+        route = self.route
+        if number == route.parts_at:
+            branch = route.branches.get(name)
+            if branch is not None:
+                self.route = branch
+                return branch
+            expected = [repr(one) if one else "nothing more" for one in route.branches]
+        elif number < len(route.names) and route.names[number] == name:
+            return route
+        else:
+            expected = [repr(route.names[number]) if number < len(route.names) else "nothing more"]
         raise StageUsageError(
-            f"the model's forward went another way than with the example: {expected} came there, and now"
-            f" {source_line(repr(name))}; stages are cut for one way, and what hooks take out of other stages' units is not"
-            " there: split with an example that goes the way of every batch, or make what decides part of a unit (units=)"
+            f"the model's forward went another way than with {'the example' if len(self._examples) == 1 else 'any example'}:"
+            f" {' or '.join(expected)} came there, and now {source_line(repr(name))}; stages are cut for the ways that"
+            " examples show, and what hooks take out of other stages' units is not there: split with an example for this way too"
+            " (ways=), or make what decides part of a unit (units=)"
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..exceptions import StageUsageError
-from ._leaves import tensors_in, with_tensors
+from ._leaves import signature, tensors_in, with_tensors
 
 # What ``Executor.step`` and ``eval`` call their own arguments.
 TAKEN = frozenset(("target", "losses", "return_outputs", "arg_mbs", "kwarg_mbs", "target_mbs"))
@@ -20,11 +21,19 @@ class Inputs:
 
     One of ``*args`` is called by the parameter's name and its place, as in ``args.0``; one that is called as an argument of the
     executor's own has a ``_`` behind its name.
+
+    Attributes:
+        defaults: of those that may be left out.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._signature = inspect.signature(model.forward)
         self._model = type(model).__name__
+        self.defaults = {
+            f"{name}_" if name in TAKEN else name: parameter.default
+            for name, parameter in self._signature.parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of one call, by name.
@@ -78,6 +87,138 @@ class Inputs:
             ):
                 args.append(kwargs.pop(name))
         return args, kwargs
+
+
+class Kinds:
+    """Which of the examples the inputs of a step are like.
+
+    Where every stage is given the inputs, they are of one kind if the same of them hold tensors. Where only the first is, what is
+    no tensor must be as in the example too: the others have it from there.
+
+    Args:
+        inputs: of the model.
+        examples: inputs by name.
+        everywhere: whether every stage is given the inputs.
+
+    Attributes:
+        inputs: of the model.
+        examples: the examples, with their inputs in one order.
+        kinds: of each example.
+    """
+
+    def __init__(self, inputs: Inputs, examples: Sequence[Mapping[str, Any]], *, everywhere: bool) -> None:
+        self.inputs = inputs
+        self._everywhere = everywhere
+        self._names = list(dict.fromkeys(name for example in examples for name in example))
+        self.examples = [{name: example[name] for name in self._names if name in example} for example in examples]
+        self.kinds = tuple(map(self._kind, self.examples))
+        self._first = {kind: way for way, kind in reversed([*enumerate(self.kinds)])}
+
+    def like(self, stage: int, named: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """The first of the examples that are of the same kind, and the inputs with what was left out.
+
+        Args:
+            stage: which was given them.
+            named: the inputs by name.
+
+        Raises:
+            StageUsageError: there is no such example; or what was left out is one thing in one and another in the next.
+        """
+        held = _held(named)
+        if (
+            self._everywhere
+            and held in self._first
+            and len(named) == len(self._names)
+            and all(map(named.__contains__, self._names))
+        ):
+            return self._first[held], {name: named[name] for name in self._names}
+        fitting = [way for way in range(len(self.kinds)) if self._fits(way, named)]
+        fitting = [way for way in fitting if _held(self.examples[way]) == held] or fitting
+        if not self._everywhere:
+            fitting = [way for way in fitting if self.kinds[way] == self._kind(named)] or fitting
+        kinds = {self.kinds[way] for way in fitting}
+        if len(kinds) != 1:
+            raise StageUsageError(self._refusal(stage, named, fitting))
+        (kind,) = kinds
+        ways = [way for way, other in enumerate(self.kinds) if other == kind]
+        full = {}
+        for name in self._names:
+            if name in named:
+                full[name] = named[name]
+                continue
+            looks = {_look(self.examples[way].get(name, self.inputs.defaults.get(name))) for way in ways}
+            having = [way for way in ways if name in self.examples[way]]
+            if len(looks) == 1 and having:
+                full[name] = self.examples[having[0]][name]
+            elif len(having) == len(ways):
+                raise StageUsageError(
+                    f"stage {stage} was given no {name}, which is another in one example than in the next: pass it"
+                )
+        return ways[0], full | {name: value for name, value in named.items() if name not in full}
+
+    def _fits(self, way: int, named: Mapping[str, Any]) -> bool:
+        example = self.examples[way]
+        if not _held(example) <= _held(named) or not self._said(named).keys() <= example.keys():
+            return False
+        return self._everywhere or self._kind({**example, **named}) == self.kinds[way]
+
+    def _kind(self, named: Mapping[str, Any]) -> Hashable:
+        if self._everywhere:
+            return _held(named)
+        return frozenset((name, _look(value)) for name, value in self._said(named).items())
+
+    def _said(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs without those that could as well be left out."""
+        defaults = self.inputs.defaults
+        return {
+            name: value
+            for name, value in named.items()
+            if name not in defaults or _look(value) != _look(defaults[name])
+        }
+
+    def _refusal(self, stage: int, named: Mapping[str, Any], fitting: Sequence[int]) -> str:
+        said, several = self._said(named), len(self.examples) > 1
+        odd = [name for name in sorted(said) if all(name not in example for example in self.examples)]
+        if odd:
+            whose = "no example has" if several else "the example did not have"
+            return (
+                f"stage {stage} was given {', '.join(odd)}, which {whose}: split with an example that has every input"
+            )
+        if fitting:
+            return f"stage {stage} was given {_row(said)}, which may be like several examples: pass all inputs"
+        lacking = [name for name in self._names if name in _held(self.examples[0]) and name not in _held(named)]
+        if lacking and (not several or not _held(named)):
+            return (
+                f"stage {stage} was given no {', '.join(lacking)}: every rank passes the model's inputs by name,"
+                ' step(**split.keywords(...)); or split with inputs="first"'
+            )
+        if any(_held(example) == _held(named) for example in self.examples):
+            plain = [f"{name}={value!r}" for name, value in said.items() if next(tensors_in(value), None) is None]
+            return (
+                f"stage {stage} was given {', '.join(plain)}, or tensors in another structure, unlike any example, and stages"
+                ' that are not given the inputs go by these: split with an example for this too (ways=), or with inputs="every"'
+            )
+        return (
+            f"stage {stage} was given {_row(_held(named))}, and no example has these and no others:"
+            f" {'; '.join(_row(_held(example)) for example in self.examples)}; split with an example for this too (ways=)"
+        )
+
+
+def _held(named: Mapping[str, Any]) -> frozenset[str]:
+    """Which of the inputs hold tensors."""
+    return frozenset(name for name, value in named.items() if next(tensors_in(value), None) is not None)
+
+
+def _look(value: Any) -> Hashable:
+    """What of an input is no tensor. Objects of other kinds are what they are."""
+    try:
+        return signature(with_tensors(value, itertools.repeat("a tensor")), exact=True)
+    except TypeError:
+        return id(value)
+
+
+def _row(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def replaced(named: Mapping[str, Any], tensors: Mapping[int, Any]) -> dict[str, Any]:

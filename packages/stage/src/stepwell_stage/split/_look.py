@@ -13,7 +13,7 @@ from ..exceptions import StageUsageError
 from ..run._probe import undisturbed
 from ._absent import Absence, NeedsDataError
 from ._hold import constants, of_units
-from ._inputs import Inputs
+from ._inputs import Inputs, Kinds
 from ._leaves import tensors_in, with_tensors
 from ._own import copy_structure, named_tensors
 from ._record import Recorder
@@ -21,33 +21,67 @@ from ._state import GlueState
 from ._templates import Example, Templates
 from ._units import Branch, choose_units
 from ._values import Recording
+from ._ways import Ways, check_plain, join
+
+
+@attrs.frozen(eq=False)
+class Sight:
+    """What one example showed.
+
+    Attributes:
+        recording: what was computed from what.
+        examples: for units that decide by data, by the number of the call: what it took and gave.
+        seconds: if they were measured, of each unit.
+    """
+
+    recording: Recording
+    examples: Mapping[int, Example]
+    seconds: Mapping[str, float]
 
 
 @attrs.frozen(eq=False)
 class Look:
-    """What the example showed: everything that a cut is decided from."""
+    """What the examples showed: everything that a cut is decided from.
+
+    Attributes:
+        model: the model.
+        inputs: its inputs.
+        kinds: which inputs are of one kind.
+        device: where it computes.
+        units: those that are called.
+        sights: what each example showed.
+        ways: the ways that they went, made to agree.
+    """
 
     model: nn.Module
     inputs: Inputs
-    example: Mapping[str, Any]
+    kinds: Kinds
     device: torch.device
     units: Mapping[str, nn.Module]
-    recording: Recording
-    examples: Mapping[int, Example]
-    singles: frozenset[int]
-    seconds: Mapping[str, float]
+    sights: Sequence[Sight]
+    ways: Ways
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long each unit took, the longest of any way."""
+        found: dict[str, float] = {}
+        for sight in self.sights:
+            found |= {name: max(seconds, found.get(name, 0.0)) for name, seconds in sight.seconds.items()}
+        return found
+
+    @property
+    def changed(self) -> set[str]:
+        """What a forward leaves changed of the model beside its units, by name."""
+        return {name for recording in self.ways.recordings for name, _ in recording.state}
 
 
-def look_for(
-    model: nn.Module, taken: Inputs, named: Mapping[str, Any], tree: Branch, count: int, *, with_time: bool
-) -> Look:
-    """Look at the example with units that are found; smaller ones where they are too few."""
+def look_for(model: nn.Module, kinds: Kinds, tree: Branch, count: int, *, with_time: bool) -> Look:
+    """Look at the examples with units that are found; smaller ones where they are too few."""
     wanted = count
     names = choose_units(tree, wanted)
     while True:
-        look = look_at(model, taken, named, names, with_time=with_time)
-        called = {call.unit for call in look.recording.calls}
-        if len(called) >= count:
+        look = look_at(model, kinds, names, with_time=with_time)
+        if len(look.units) >= count:
             return look
         wanted = max(wanted, len(names)) + 1
         more = choose_units(tree, wanted)
@@ -56,18 +90,35 @@ def look_for(
         names = more
 
 
-def look_at(
-    model: nn.Module, taken: Inputs, named: Mapping[str, Any], names: Sequence[str], *, with_time: bool
-) -> Look:
-    """Run the example once and see what comes from where: on absent tensors if that can be, else really."""
+def look_at(model: nn.Module, kinds: Kinds, names: Sequence[str], *, with_time: bool) -> Look:
+    """Run every example once and see what comes from where."""
     units = {name: model.get_submodule(name) for name in names}
+    _check_hooks(model, units)
+    device = _device(model, kinds.examples)
+    sights = [_look_at(model, kinds.inputs, example, units, device, with_time=with_time) for example in kinds.examples]
+    ways = join([sight.recording for sight in sights], kinds.kinds)
+    check_plain(ways, [{number: one.plain for number, one in sight.examples.items()} for sight in sights])
+    called = set(ways.units())
+    # What is never called has parameters at most, which glue may read: no unit.
+    units = {name: unit for name, unit in units.items() if name in called}
+    return Look(model, kinds.inputs, kinds, device, units, sights, ways)
+
+
+def _look_at(
+    model: nn.Module,
+    taken: Inputs,
+    named: Mapping[str, Any],
+    units: Mapping[str, nn.Module],
+    device: torch.device,
+    *,
+    with_time: bool,
+) -> Sight:
+    """Run an example: on absent tensors if that can be, else really."""
     on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
-    device = _device(model, named)
     if with_time and on_meta:
         raise StageUsageError(
             "time is measured on a model that has values, but this one is on the meta device; give costs"
         )
-    _check_hooks(model, units)
     if not with_time:
         try:
             with undisturbed(model, device):
@@ -103,7 +154,7 @@ def _record(
     device: torch.device,
     *,
     real: bool,
-) -> Look:
+) -> Sight:
     mine = _copies(named)  # glue may change them in place, and the example is the caller's
     absence = Absence(device)
     own = of_units(model, units)
@@ -118,11 +169,7 @@ def _record(
         state = GlueState(copy, control.units)
         result = copy(*args, **kwargs)
         changes = state.changes(recorder.was_written)
-    recording = recorder.finish(result, changes)
-    called = {call.unit for call in recording.calls}
-    # What is never called has parameters at most, which glue may read: no unit.
-    units = {name: unit for name, unit in units.items() if name in called}
-    return Look(model, taken, named, device, units, recording, recorder.examples, recorder.singles, recorder.seconds)
+    return Sight(recorder.finish(result, changes), recorder.examples, recorder.seconds)
 
 
 def branches(model: nn.Module) -> Branch:
@@ -147,9 +194,9 @@ def branches(model: nn.Module) -> Branch:
     return branch("", model)
 
 
-def _device(model: nn.Module, named: Mapping[str, Any]) -> torch.device:
+def _device(model: nn.Module, examples: Sequence[Mapping[str, Any]]) -> torch.device:
     """Where the model computes: where its parameters are, or, if they are on the meta device, its inputs."""
-    every = [*(tensor for _, tensor in named_tensors(model)), *tensors_in(named)]
+    every = [*(tensor for _, tensor in named_tensors(model)), *tensors_in(examples)]
     return next((tensor.device for tensor in every if not tensor.is_meta), torch.device("cpu"))
 
 

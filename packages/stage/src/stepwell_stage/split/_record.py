@@ -92,11 +92,6 @@ class Recorder(Glue):
         for name, tensor in held:
             self._add(tensor, (INPUTS, -1), Origin.HELD, name, ())
 
-    @property
-    def singles(self) -> frozenset[int]:
-        """Numbers of operations that give a single tensor."""
-        return frozenset(self._singles)
-
     def finish(self, result: Any, changes: Mapping[str, tuple[Any, Any]]) -> Recording:
         """The recording, when the forward has returned.
 
@@ -120,6 +115,7 @@ class Recorder(Glue):
             tuple(self._hooked),
             bool(changes),
             self._checkpointed(),
+            frozenset(self._singles),
         )
 
     def was_written(self, tensor: torch.Tensor) -> bool:
@@ -230,7 +226,7 @@ class Recorder(Glue):
             self.examples[number] = Example(given, out, effects, self._absence)
         else:
             try:
-                known = self._templates.known(number, name, module, call, args, kwargs)
+                known = self._templates.known(None, name, module, call, args, kwargs)
             except Exception as error:  # whatever torch or the module says when there is no data
                 raise NeedsDataError(f"unit {name!r} ({type(module).__name__}): {error}") from error
             out, effects = known.result(anew=True), known.effects

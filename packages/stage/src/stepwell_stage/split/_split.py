@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -17,14 +17,16 @@ from ..plan._balance import balance
 from ..run._materialise import materialise
 from ..run._stage import PipelineStage
 from ._absent import Absence
-from ._demand import Demand, demand, place_calls
+from ._demand import Crossing, Demand, demand
 from ._forward import StageForward
 from ._hold import Holding, hold
-from ._inputs import Inputs
+from ._inputs import Inputs, Kinds
 from ._look import Look, branches, look_at, look_for
 from ._own import copy_structure
+from ._place import place_calls
 from ._units import Branch, given_units, matching, near
-from ._values import INPUTS, TOKEN, Key, Recording
+from ._values import INPUTS, ROUTE, TOKEN, Call, Key
+from ._ways import Ways
 
 _STAGE = "_stepwell_stage"
 
@@ -47,7 +49,7 @@ class ModelSplit:
     costs: Mapping[str, float]
     inputs: Literal["every", "first"]
     _look: Look
-    _owners: Mapping[int, int]
+    _owners: Sequence[Mapping[int, int]]
     _holding: Holding
     _modules: dict[int, nn.Module] = attrs.field(factory=dict, init=False)
     _demands: dict[tuple[int, ...], Demand] = attrs.field(factory=dict, init=False)  # by ranks of the stages
@@ -100,7 +102,7 @@ class ModelSplit:
         """
         look, names = self._look, self._holding.names[stage]
         first = {name: holders[0][0] for holders in self.tied.values() for _, name in holders}
-        changed = {name for name, _ in look.recording.state}
+        changed = look.changed
         copied = {name for name in names if first.get(name, stage) != stage or (stage and name in changed)}
         together = placement is not None and len(set(placement.ranks)) < self.num_stages
         counted = sorted(changed.intersection(self.tied)) if together else []
@@ -184,10 +186,9 @@ class ModelSplit:
             held = [name for name in found.stages[stage].held if not any(name.startswith(f"{unit}.") for unit in units)]
             if held:
                 lines.append(f"  for its glue: {in_a_row(held)}")
-            for wire, nbytes in zip(found.wires, found.nbytes, strict=True):
-                if wire.destination == stage:
-                    key = found.stages[stage].receives[wire.input]
-                    lines.append(f"  from stage {wire.source}: {self._said(key)}, {nbytes:,} bytes in the example")
+            for crossing in found.crossings:
+                if crossing.wire.destination == stage and (said := self._said(crossing)):
+                    lines.append(f"  from stage {crossing.wire.source}: {said}")
             run = vars(self._modules[stage])[_STAGE] if stage in self._modules else None
             if run is not None and run.forwards:
                 glue = run.glue_seconds / run.forwards
@@ -198,19 +199,31 @@ class ModelSplit:
             )
         return "\n".join(lines)
 
-    def _said(self, key: Key) -> str:
-        if key == TOKEN:
-            return "nothing but its turn"
+    def _said(self, crossing: Crossing) -> str:
+        """What a wire carries, in words; nothing where it only says which way a stage went."""
+        found: dict[str, list[int]] = {}
+        for way, (key, nbytes) in enumerate(zip(crossing.keys, crossing.nbytes, strict=True)):
+            if key == TOKEN:
+                return "nothing but its turn"
+            if key is not None and key != ROUTE:
+                found.setdefault(f"{self._named(way, key)}, {nbytes:,} bytes", []).append(way)
+        if [*found.values()] == [[*range(len(crossing.keys))]] and len(crossing.keys) > 1:
+            return f"{next(iter(found))} in every way"
+        ways = {what: [f"ways[{way - 1}]" if way else "the example" for way in mine] for what, mine in found.items()}
+        return "; ".join(f"{what} in {in_a_row(mine)}" for what, mine in ways.items())
+
+    def _named(self, way: int, key: Key) -> str:
+        recording = self._look.ways.recordings[way]
         if key[0] == INPUTS:
-            value = next(value for value in self._look.recording.values if value.key == key)
+            value = next(value for value in recording.values if value.key == key)
             return f"the input {value.name!r}"
-        return f"a result of {self._look.recording.names[key[0]]!r}"
+        return f"a result of {recording.names[key[0]]!r}"
 
     def _demand(self, placement: Placement | None) -> Demand:
         ranks = tuple(range(self.num_stages)) if placement is None else placement.ranks
         if ranks not in self._demands:
             self._demands[ranks] = demand(
-                self._look.recording,
+                self._look.ways,
                 self._owners,
                 num_stages=self.num_stages,
                 ranks=ranks,
@@ -224,6 +237,7 @@ def split(
     stages: int | Mapping[str, int],
     *,
     example: Any,
+    ways: Sequence[Any] = (),
     costs: Literal["parameters", "time"] | Mapping[str, float] = "parameters",
     units: Sequence[str] | None = None,
     inputs: Literal["every", "first"] = "every",
@@ -246,6 +260,8 @@ def split(
         stages: how many; or for some units, by name or glob, their stage: others are on that of the unit that runs before them.
         example: inputs of one microbatch, of any size: a dict of keyword inputs, or a tensor or tuple of positional ones. Inputs
             that are passed later are these, all of them.
+        ways: further examples, where forwards do not all go the way of the first: one for each other way, such as one without the
+            input that only some batches have. What no example shows is refused when it comes.
         costs: what makes stages even: the units' numbers of parameters, the time of their forward in the example (each rank
             measures, so give the numbers of one to all, :attr:`ModelSplit.costs`, where ranks may differ), or numbers by name.
         units: names or globs of modules that are never cut, in place of those found by themselves; what owns parameters beside
@@ -256,7 +272,10 @@ def split(
         StageUsageError: the model cannot be cut so; says why, and what to change.
     """
     taken = Inputs(model)
-    named = taken.named(*_arguments(example))
+    named = [taken.named(*_arguments(one)) for one in (example, *ways)]
+    if inputs not in ("every", "first"):
+        raise StageUsageError(f"inputs must be 'every' or 'first', got {inputs!r}")
+    kinds = Kinds(taken, named, everywhere=inputs == "every")
     tree = branches(model)
     given = stages if isinstance(stages, Mapping) else None
     count = max(stages.values()) + 1 if isinstance(stages, Mapping) else stages
@@ -265,13 +284,11 @@ def split(
         raise StageUsageError(f"{below!r} is to be on stage {given[below]}: stages are numbered from 0")
     if count < 1:
         raise StageUsageError(f"a model is cut into at least 1 stage, got {count}")
-    if inputs not in ("every", "first"):
-        raise StageUsageError(f"inputs must be 'every' or 'first', got {inputs!r}")
     if units is None:
-        look = look_for(model, taken, named, tree, count, with_time=costs == "time")
+        look = look_for(model, kinds, tree, count, with_time=costs == "time")
     else:
-        look = look_at(model, taken, named, given_units(tree, units), with_time=costs == "time")
-    order = list(dict.fromkeys(call.unit for call in look.recording.calls))
+        look = look_at(model, kinds, given_units(tree, units), with_time=costs == "time")
+    order = look.ways.units()
     if not order:
         raise StageUsageError(
             f"the example calls no unit of {type(model).__name__}: a unit is called as a module that is reached through self, not"
@@ -283,16 +300,17 @@ def split(
             f" {in_a_row(order)}; use fewer stages, or name smaller units with units="
         )
     prices = _prices(costs, look, order)
-    where = _balanced(look.recording, order, prices, count) if given is None else _given_stages(given, order, count)
-    owners = place_calls(look.recording, where, order if given is not None else ())
-    _check_checkpoints(look.recording, owners)
+    where = _balanced(look.ways, order, prices, count) if given is None else _given_stages(given, order, count)
+    owners = place_calls(look.ways, where, order if given is not None else ())
+    _check_checkpoints(look.ways, owners)
     parts = [
-        dict.fromkeys(call.unit for call in look.recording.calls if owners[call.number] == s) for s in range(count)
+        [name for name in order if any(owners[w][c.number] == stage for w, c in _calls(look.ways) if c.unit == name)]
+        for stage in range(count)
     ]
     empty = next((stage for stage, part in enumerate(parts) if not part), None)
     if empty is not None:
         raise StageUsageError(f"no unit is left for stage {empty}: use fewer stages, or say which unit is where")
-    found = demand(look.recording, owners, num_stages=count, ranks=range(count), inputs_everywhere=inputs == "every")
+    found = demand(look.ways, owners, num_stages=count, ranks=range(count), inputs_everywhere=inputs == "every")
     holding = hold(model, look.units, parts, found.stages)
     return ModelSplit(model, tuple(tuple(part) for part in parts), holding.tied, prices, inputs, look, owners, holding)
 
@@ -318,12 +336,26 @@ def _prices(
     return {name: float(costs[name]) for name in order}
 
 
-def _balanced(recording: Recording, order: Sequence[str], prices: Mapping[str, float], count: int) -> dict[str, int]:
+def _calls(ways: Ways) -> Iterator[tuple[int, Call]]:
+    """Every call of a unit, with its way."""
+    for way, recording in enumerate(ways.recordings):
+        for call in recording.calls:
+            yield way, call
+
+
+def _checkpoints(ways: Ways) -> Iterator[tuple[int, dict[int, str]]]:
+    """Units of one checkpoint, by the number of the call, with the way."""
+    for way, recording in enumerate(ways.recordings):
+        names = {call.number: call.unit for call in recording.calls}
+        for numbers in recording.checkpointed:
+            yield way, {number: names[number] for number in numbers}
+
+
+def _balanced(ways: Ways, order: Sequence[str], prices: Mapping[str, float], count: int) -> dict[str, int]:
     """The stage of each unit, where none is given: units from the first to the last of one checkpoint are together."""
-    names = {call.number: call.unit for call in recording.calls}
     ends = list(range(len(order)))
-    for numbers in recording.checkpointed:
-        places = [order.index(names[number]) for number in numbers]
+    for _, names in _checkpoints(ways):
+        places = [order.index(name) for name in names.values()]
         ends[min(places)] = max(ends[min(places)], *places)
     groups: list[list[str]] = []
     end = -1
@@ -341,14 +373,13 @@ def _balanced(recording: Recording, order: Sequence[str], prices: Mapping[str, f
     return {name: sum(start <= number for start in starts) - 1 for number, group in enumerate(groups) for name in group}
 
 
-def _check_checkpoints(recording: Recording, owners: Mapping[int, int]) -> None:
-    names = {call.number: call.unit for call in recording.calls}
-    for numbers in recording.checkpointed:
-        stages = {owners[number] for number in numbers}
+def _check_checkpoints(ways: Ways, owners: Sequence[Mapping[int, int]]) -> None:
+    for way, names in _checkpoints(ways):
+        stages = {owners[way][number] for number in names}
         if len(stages) > 1:
             raise StageUsageError(
-                f"units {in_a_row(dict.fromkeys(names[number] for number in numbers))} are in one checkpoint, which runs again in"
-                f" backward, but on stages {', '.join(map(str, sorted(stages)))}: put them on one, or checkpoint each by itself"
+                f"units {in_a_row(dict.fromkeys(names.values()))} are in one checkpoint, which runs again in backward, but on"
+                f" stages {', '.join(map(str, sorted(stages)))}: put them on one, or checkpoint each by itself"
             )
 
 

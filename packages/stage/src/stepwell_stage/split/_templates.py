@@ -61,19 +61,10 @@ class Templates:
 
     Args:
         absence: makes absent tensors.
-        examples: for units that decide by data, by the number of the call: what it took and gave.
-        singles: numbers of operations that give a single tensor, not a row of them.
     """
 
-    def __init__(
-        self,
-        absence: Absence,
-        examples: Mapping[int, Example] | None = None,
-        singles: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, absence: Absence) -> None:
         self._absence = absence
-        self._examples = examples or {}
-        self._singles = singles
         self._known: dict[Hashable, Known] = {}
 
     @property
@@ -81,38 +72,30 @@ class Templates:
         """How many there are."""
         return len(self._known)
 
-    def is_single(self, number: int) -> bool:
-        """Whether an operation gives a single tensor."""
-        return number in self._singles
-
     def known(
         self,
-        number: int,
+        example: Example | None,
         name: str,
         module: nn.Module,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Known:
-        """What the unit returns, and does, for such arguments."""
-        key = (name, module.training, self._autocast(), signature(args), signature(kwargs))
+        """What the unit returns, and does, for such arguments.
+
+        Args:
+            example: if it decides by data: what it took and gave in the example.
+            name: of the unit.
+            module: the unit.
+            call: runs it.
+            args: what it takes.
+            kwargs: likewise.
+        """
+        key = (name, module.training, self._autocast(), signature(args), signature(kwargs), example)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._make(number, name, call, args, kwargs)
+            known = self._known[key] = self._make(example, name, call, args, kwargs)
         return known
-
-    def check(self, number: int, name: str, result: Any) -> None:
-        """Of a unit that decides by data: other stages take it to give Python the numbers of the example.
-
-        Raises:
-            StageUsageError: it gave others.
-        """
-        example = self._examples.get(number)
-        if example is not None and _plain(result) != example.plain:
-            raise StageUsageError(
-                f"unit {name!r} gives Python another number, or structure, than in the example, and other stages do not see it:"
-                " return a tensor in its place"
-            )
 
     def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an operation of glue gives: of absent tensors alone, it always looks the same.
@@ -137,13 +120,12 @@ class Templates:
 
     def _make(
         self,
-        number: int,
+        example: Example | None,
         name: str,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Known:
-        example = self._examples.get(number)
         if example is not None:
             return Known(example.scaled(name, [*tensors_in(args), *tensors_in(kwargs)], self._absence), example.effects)
         absent_args = with_tensors(args, map(self._absence.of, tensors_in(args)))
@@ -186,6 +168,18 @@ class Example:
         self._looks = [_Look(leaf, shapes) for leaf in tensors_in(result)]
         self._result = with_tensors(result, map(absence.of, tensors_in(result)))
         self.plain = _plain(result)
+
+    def check(self, name: str, result: Any) -> None:
+        """Other stages take the unit to give Python the numbers of the example.
+
+        Raises:
+            StageUsageError: it gave others.
+        """
+        if _plain(result) != self.plain:
+            raise StageUsageError(
+                f"unit {name!r} gives Python another number, or structure, than in the example, and other stages do not see it:"
+                " return a tensor in its place"
+            )
 
     def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> Any:
         """The result for inputs of other sizes."""

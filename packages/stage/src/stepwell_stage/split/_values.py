@@ -13,6 +13,7 @@ Key: TypeAlias = tuple[
 
 INPUTS = -1  # in place of a number: the model's inputs
 TOKEN: Key = (-2, 0)  # nothing but a sign of life, for a stage that needs no value of another
+ROUTE: Key = (-3, 0)  # which way a stage went, as far as it knows, where a forward may go several
 
 
 class Origin(Enum):
@@ -95,6 +96,7 @@ class Recording:
         hooked: values with a hook on their gradient: positions, and how many calls and operations come before it.
         has_changes: whether it leaves anything changed, tensors or plain numbers.
         checkpointed: numbers of calls that one checkpoint encloses, which is run again in backward.
+        singles: numbers of operations that give a single tensor, not a row of them.
     """
 
     names: tuple[str, ...]
@@ -106,3 +108,4 @@ class Recording:
     hooked: tuple[tuple[int, int], ...] = ()
     has_changes: bool = False
     checkpointed: tuple[tuple[int, ...], ...] = ()
+    singles: frozenset[int] = frozenset()

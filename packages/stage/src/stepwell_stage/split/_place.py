@@ -1,0 +1,70 @@
+"""Which stage makes each call of a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..exceptions import StageUsageError
+from ._values import Call, Origin, Recording
+from ._ways import Ways
+
+
+def place_calls(ways: Ways, stages: Mapping[str, int], fixed: Iterable[str] = ()) -> tuple[dict[int, int], ...]:
+    """The stage of each call of a unit, in each way.
+
+    It is that of the unit, or, where a later stage makes what the call takes or what Python looks at before it, that later one.
+
+    Args:
+        ways: the model's forwards.
+        stages: the stage of each unit.
+        fixed: units whose first call may not be anywhere else.
+
+    Raises:
+        StageUsageError: a fixed unit takes what a later stage makes.
+    """
+    given = frozenset(fixed)
+    least: list[dict[int, int]] = [{} for _ in ways.recordings]
+    while True:
+        found = tuple(
+            _place_calls(recording, stages, given, mine) for recording, mine in zip(ways.recordings, least, strict=True)
+        )
+        before = [dict(mine) for mine in least]
+        for way, owners in enumerate(found):
+            for number, owner in owners.items():
+                for other in ways.sharing(way, number):  # one call, as far as anybody can know
+                    least[other][number] = max(owner, least[other].get(number, 0))
+        if least == before:
+            return found
+
+
+def _place_calls(
+    recording: Recording, stages: Mapping[str, int], fixed: frozenset[str], least: Mapping[int, int]
+) -> dict[int, int]:
+    owners: dict[int, int] = {}
+    levels: list[int] = []  # of values
+    reads = sorted(recording.reads, key=lambda read: read.number)
+    seen: set[str] = set()
+
+    def place(call: Call) -> None:
+        before = (levels[read.value] for read in reads if read.number <= call.number)
+        level = max([*(levels[position] for position in call.inputs), *before], default=0)
+        if level > stages[call.unit] and call.unit in fixed and call.unit not in seen:
+            raise StageUsageError(
+                f"unit {call.unit!r} is to be on stage {stages[call.unit]}, but takes what stage {level} makes: put it on stage"
+                f" {level} or a later one"
+            )
+        owners[call.number] = max(stages[call.unit], level, least.get(call.number, 0))
+        seen.add(call.unit)
+
+    calls = {call.number: call for call in recording.calls}
+    for value in recording.values:
+        if value.origin is not Origin.CALL:
+            levels.append(max((levels[parent] for parent in value.parents), default=0))
+            continue
+        if value.key[0] not in owners:
+            place(calls[value.key[0]])
+        levels.append(owners[value.key[0]])
+    for call in recording.calls:  # those that return no tensor
+        if call.number not in owners:
+            place(call)
+    return owners
