@@ -594,3 +594,27 @@ def test_parts_on_the_meta_device_need_values() -> None:
         split.module(0, device="cpu", init_fn=lambda part: nn.init.ones_(part.transformer.wte.weight))
     with pytest.raises(StageUsageError, match="time is measured on a model that has values"):
         measure_costs(whole, batch()[0])
+
+
+def test_positions_and_complex_numbers_without_a_value_are_seen_too() -> None:
+    """A checkpoint has no buffers that are not part of the state: positions stayed zero, and every token stood at the first."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(2, 2)
+            self.turn = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+            self.register_buffer("positions", torch.arange(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return x[self.positions] * self.turn.real
+
+    with torch.device("meta"):
+        split = split_sequential(Positions(), 1)
+
+    def load(part: nn.Module) -> None:
+        part.load_state_dict({"first.weight": torch.ones(2, 2), "first.bias": torch.ones(2)}, strict=False)
+
+    with pytest.raises(StageUsageError, match="init_fn left turn, positions of stage 0 without a value"):
+        split.module(0, device="cpu", init_fn=load)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ def materialise(
 ) -> None:
     """Make what is on the meta device, tensors that are shared within the part once, and have it initialised.
 
-    New values are not numbers, so that one that is left out is seen.
+    New values are not numbers, or the least there is where they are indices, so that one that is left out is seen.
 
     Args:
         part: the module.
@@ -50,15 +51,31 @@ def materialise(
             new = made.get(id(tensor))
             if new is None:
                 new = torch.empty_like(tensor, device=torch.device(device))
-                new.fill_(float("nan") if new.is_floating_point() or new.is_complex() else 0)
+                new.fill_(_no_value(tensor.dtype))
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 made[id(tensor)] = new
             setattr(owner, name, new)
     init_fn(part)
-    names = [*part.named_parameters(), *part.named_buffers()]
-    left = [
-        name for name, tensor in names if tensor.is_meta or (tensor.dtype.is_floating_point and tensor.isnan().any())
-    ]
+    tensors = [*part.named_parameters(), *part.named_buffers()]
+    left = [name for name, tensor in tensors if tensor.is_meta or _has_no_value(tensor)]
     if left:
         raise StageUsageError(f"init_fn left {', '.join(left)} of {what} without a value; it must give all of them one")
+
+
+def _no_value(dtype: torch.dtype) -> float | int:
+    """What a tensor is filled with that has no value yet."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return torch.iinfo(dtype).min if dtype in _INDICES else 0  # any other small number or truth value may be meant
+
+
+def _has_no_value(tensor: torch.Tensor) -> bool:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    if tensor.dtype not in _INDICES or not tensor.numel():
+        return False
+    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+
+
+_INDICES = (torch.int32, torch.int64)
