@@ -1,41 +1,44 @@
-"""The transport itself: stepwell_p2p.Transport over sockets and shared memory.
+"""The transport itself: stepwell_p2p.Transport over lanes of shared memory.
 
-A value is copied twice: by its sender into a segment, by its receiver out of it. A thread reads the sockets; everything that it
-shares with the rank's own thread stands behind one condition.
+It has no thread. A rank reads what others wrote for it when it waits or posts, and sleeps in the kernel when there is nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-import selectors
-import struct
+import select
+import socket
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from stepwell_meta import TensorMeta, decode, encode
-from stepwell_p2p import Recv, Rules, Send
+from stepwell_meta import MetadataError, decode, encode
+from stepwell_p2p import Op, Recv, Rules, Send
 from stepwell_p2p.exceptions import P2PUsageError, PeerFailure, TransportError
 
-from ._segments import Segment, SegmentPool
-from ._sockets import Peer, connect_all
+from ._lane import Inbox, Memory, Outbox
+from ._meet import give, meet, take
 
-_Message = tuple[int, int, bool, int, int, int]  # stepwell_p2p.Op.message
-_INLINE = 1 << 12  # bytes up to which a value travels in its frame
-_HEAD = struct.Struct("<BI")  # kind of frame, bytes of its table; then the table, then a value
-_DATA, _FREE, _FAILED, _GOODBYE = range(4)
+_Failure = tuple[str, int, int | None, int | None, str | None]  # reason, rank, stage, microbatch, action
+_LONGEST_REASON = 4000  # characters, so that a last word fits into a socket at once
+_LONGEST_WORD = 1 << 16
 
 
 class SharedMemoryTransport:
     """Carries tensors between processes of one host.
 
-    Implements :class:`stepwell_p2p.Transport`: messages match by op, and a send is done when it is posted.
+    Implements :class:`stepwell_p2p.Transport`: messages match by op, and a send is done when it is posted. One thread of each
+    rank posts and waits; any thread may abort or close.
+
+    A large value that was asked for without a buffer stays in the shared memory into which its sender copied it, and is the
+    receiver's until nothing uses it any more.
 
     Args:
         rank: this rank's number.
@@ -52,123 +55,154 @@ class SharedMemoryTransport:
         self.size = size
         self.rules = Rules(tagged=True, rendezvous=False)
         self._timeout = timeout
-        self._changed = threading.Condition()
-        self._arrived: dict[_Message, deque[_Arrival]] = {}
-        self._wanted: dict[_Message, deque[_Ticket]] = {}
-        self._segments: dict[tuple[int, int], Segment] = {}  # of other ranks, by rank and number
-        self._pools = [SegmentPool() for _ in range(size)]
-        self._failure: tuple[str, int, int | None, int | None, str | None] | None = None
-        self._left: set[int] = set()
+        self._arrived: dict[bytes, deque[_Arrival]] = {}  # by key, in order
+        self._wanted: dict[bytes, deque[_Ticket]] = {}
+        self._failure: _Failure | None = None
+        self._silent = {rank}  # ranks that write nothing while this one waits: itself, and those that have closed
         self._closed = False
-        try:
-            self._peers = connect_all(rank, size, Path(directory), timeout)
-        except TimeoutError as error:
-            raise TransportError(str(error)) from error
-        self._wakened, self._waker = os.pipe()
-        self._thread = threading.Thread(target=self._serve, name=f"shm-{rank}", daemon=True)
-        self._thread.start()
+        self._turn = threading.Lock()  # of whoever uses descriptors, which may not be closed meanwhile
+        self._ending = threading.Lock()  # of whoever aborts or closes
+        self._sockets: dict[int, socket.socket] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._readers: dict[int, Callable[[], object]] = {}  # by descriptor: what to do when there is something to read
+        with contextlib.ExitStack() as opened:
+            self._poll = opened.enter_context(select.epoll())
+            try:
+                self._alarm = _owned(os.eventfd(0), opened)  # ends a wait of this rank
+                self._watch(self._alarm, functools.partial(os.eventfd_read, self._alarm))
+                self._connect(Path(directory), opened)
+            except OSError as error:
+                raise TransportError(
+                    f"rank {rank} of {size} did not meet the others in {timeout:g} s: {error}"
+                ) from error
+            self._opened = opened.pop_all()
 
     @classmethod
     def from_environment(cls, *, timeout: float = 300.0) -> SharedMemoryTransport:
         """For processes that torchrun started on one host."""
-        run = f"stepwell-shm-{os.environ['MASTER_PORT']}-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
+        names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        run = "-".join(["stepwell-shm", *(os.environ.get(name, "none") for name in names)])
         directory = Path(tempfile.gettempdir(), run)
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), directory, timeout=timeout)
 
     def post(self, batch: Sequence[Send | Recv]) -> _Handle:
         """Write what is sent into shared memory; remember what is received."""
-        for item in batch:
-            self._check(item)
-        tickets = []
-        for item in batch:
-            if isinstance(item, Send):
-                self._send(item)
-                continue
-            ticket = _Ticket(item)
-            tickets.append(ticket)
-            with self._changed:
-                self._check_alive()
-                self._wanted.setdefault(item.op.message, deque()).append(ticket)
-                self._match(item.op.message)
+        with self._turn:
+            self._progress(0)
+            self._check_alive()
+            keys = [self._key_of(item) for item in batch]
+            values = [_plain(item) if isinstance(item, Send) else None for item in batch]  # refuse all or nothing
+            tickets, written = [], set()
+            for item, key, value in zip(batch, keys, values, strict=True):
+                if isinstance(item, Recv):
+                    tickets.append(self._expect(key, item))
+                elif value is not None:
+                    outbox = self._outboxes[item.op.edge.destination]
+                    outbox.write(key, _look_of(value.shape, value.dtype), value)
+                    written.add(outbox)
+            for outbox in written:
+                outbox.ring()
         return _Handle(self, tickets)
 
     def abort(
         self, reason: str, *, stage: int | None = None, microbatch: int | None = None, action: str | None = None
     ) -> None:
         """Tell every rank. The first reason that a rank hears of is the one that it raises."""
-        failure = (reason, self.rank, stage, microbatch, action)
-        with self._changed:
+        with self._ending:
             if self._failure is None and not self._closed:
-                self._fail(failure)
-                self._tell_all(_frame(_FAILED, failure))
+                self._failure = (reason[:_LONGEST_REASON], self.rank, stage, microbatch, action)
+                self._say(self._failure)
 
     def close(self) -> None:
-        """Take leave of the other ranks, and end the thread."""
-        with self._changed:
+        """Take leave of the other ranks. They can still read what was written for them, and received values stay."""
+        with self._ending:
             if self._closed:
                 return
             self._closed = True
-            self._tell_all(_frame(_GOODBYE, ()))
-            os.write(self._waker, b"x")
-        self._thread.join()
+            self._say(self._failure)  # for those that have not heard of it
+        with self._turn:
+            self._opened.close()
+            self._arrived.clear()
+            self._wanted.clear()
 
-    # ---- sending
+    # ---- meeting
 
-    def _send(self, send: Send) -> None:
-        tensor = send.tensor.detach().resolve_conj().resolve_neg().contiguous()
-        value = tensor.view(-1).view(torch.uint8)
-        look = (tuple(tensor.shape), tensor.dtype)
-        if send.op.peer == self.rank:
-            with self._changed:
-                self._check_alive()
-                self._arrive(send.op.message, _Arrival(*look, value.clone()))
-            return
-        number = descriptor = None
-        if value.numel() > _INLINE:
-            with self._changed:
-                self._check_alive()
-                segment, descriptor = self._pools[send.op.peer].take(value.numel())
-            segment.memory[: value.numel()].copy_(value)
-            number = segment.number
-        table = (send.op.message, *look, number, segment.memory.numel() if descriptor is not None else 0)
-        inline = b"" if number is not None else bytes(value.tolist())
-        with self._changed:
-            try:
-                self._check_alive()
-                self._put(self._peers[send.op.peer], _frame(_DATA, table, inline), descriptor)
-            finally:
-                if descriptor is not None:
-                    os.close(descriptor)
+    def _connect(self, directory: Path, opened: contextlib.ExitStack) -> None:
+        deadline = time.monotonic() + self._timeout
+        self._sockets = meet(self.rank, self.size, directory, deadline)
+        for sock in self._sockets.values():
+            opened.enter_context(sock)
+        for other in range(self.size):  # messages to itself go the same way
+            file = _owned(os.memfd_create("stepwell-transport-shm"), opened)
+            self._outboxes[other] = Outbox(file, _owned(os.eventfd(0), opened))
+        for other, sock in self._sockets.items():
+            give(sock, [self._outboxes[other].file, self._outboxes[other].bell])
+        own = self._outboxes[self.rank]
+        self._read_from([os.dup(own.file), os.dup(own.bell)], opened)
+        for other, sock in self._sockets.items():
+            files = take(sock, 2, deadline)
+            if not files:
+                raise ConnectionError(f"rank {other} ended meanwhile")
+            self._read_from(files, opened)
+            self._watch(sock.fileno(), functools.partial(self._hear, other))
 
-    def _put(self, peer: Peer, frame: bytes, descriptor: int | None = None) -> None:
-        peer.put(frame, None if descriptor is None else os.dup(descriptor))
-        if peer.has_unsent:  # the socket is full: the thread goes on when there is room
-            os.write(self._waker, b"x")
+    def _read_from(self, files: Sequence[int], opened: contextlib.ExitStack) -> None:
+        inbox = Inbox(*(_owned(file, opened) for file in files))
+        self._watch(inbox.bell, functools.partial(self._receive, inbox))
 
-    def _tell_all(self, frame: bytes) -> None:
-        for peer in self._peers.values():
-            self._put(peer, frame)
+    def _watch(self, file: int, reader: Callable[[], object]) -> None:
+        self._poll.register(file, select.EPOLLIN)
+        self._readers[file] = reader
 
-    # ---- receiving; under the lock
+    # ---- what others write and say
 
-    def _arrive(self, message: _Message, arrival: _Arrival) -> None:
-        self._arrived.setdefault(message, deque()).append(arrival)
-        self._match(message)
+    def _progress(self, seconds: float) -> None:
+        """Read all that is there; sleep for so long while there is nothing. In this thread's turn."""
+        if not self._closed:
+            for file, _ in self._poll.poll(seconds):
+                self._readers[file]()
 
-    def _match(self, message: _Message) -> None:
-        """The first that came goes to the first that was asked for."""
-        arrived, wanted = self._arrived.get(message), self._wanted.get(message)
-        while arrived and wanted:
-            wanted.popleft().arrival = arrived.popleft()
-        if not arrived:
-            self._arrived.pop(message, None)
-        if not wanted:
-            self._wanted.pop(message, None)
-        self._changed.notify_all()
+    def _receive(self, inbox: Inbox) -> None:
+        for key, look, memory in inbox.read():
+            arrival = _Arrival(look, memory)
+            if wanted := self._wanted.get(key):
+                wanted.popleft().arrival = arrival  # the first that came to the first that was asked for
+                if not wanted:
+                    del self._wanted[key]
+            else:
+                self._arrived.setdefault(key, deque()).append(arrival)
 
-    def _fail(self, failure: tuple[str, int, int | None, int | None, str | None]) -> None:
-        self._failure = self._failure or failure
-        self._changed.notify_all()
+    def _expect(self, key: bytes, recv: Recv) -> _Ticket:
+        ticket = _Ticket(recv)
+        if arrived := self._arrived.get(key):
+            ticket.arrival = arrived.popleft()
+            if not arrived:
+                del self._arrived[key]
+        else:
+            self._wanted.setdefault(key, deque()).append(ticket)
+        return ticket
+
+    def _say(self, failure: _Failure | None) -> None:
+        """This rank's last word: why it fails, or that it does not."""
+        word = encode(failure)
+        for sock in self._sockets.values():
+            with contextlib.suppress(OSError):  # has ended, or has had this rank's last word
+                sock.send(word)
+                sock.shutdown(socket.SHUT_WR)
+        os.eventfd_write(self._alarm, 1)
+
+    def _hear(self, other: int) -> None:
+        """Another rank's last word; a rank that ends without one was killed."""
+        sock = self._sockets[other]
+        self._poll.unregister(sock)
+        try:
+            failure = decode(sock.recv(_LONGEST_WORD))
+        except (OSError, MetadataError):
+            failure = ("its process ended", other, None, None, None)
+        if failure is None:
+            self._silent.add(other)
+        with self._ending:
+            self._failure = self._failure or failure
 
     def _check_alive(self) -> None:
         if self._closed:
@@ -177,105 +211,51 @@ class SharedMemoryTransport:
             reason, rank, stage, microbatch, action = self._failure
             raise PeerFailure(reason, rank=rank, stage=stage, microbatch=microbatch, action=action)
 
-    def _wait_for(self, tickets: Sequence[_Ticket]) -> None:
+    # ---- one receive
+
+    def _bring(self, ticket: _Ticket) -> None:
+        """Wait until its value is here."""
+        self._check_alive()
         deadline = time.monotonic() + self._timeout
-        with self._changed:
-            while True:
-                self._check_alive()
-                missing = next((ticket.recv.op for ticket in tickets if ticket.arrival is None), None)
-                if missing is None:
-                    return
-                if missing.peer in self._left:
-                    raise TransportError(f"rank {missing.peer} closed its transport; {missing} will never come")
-                if missing.peer == self.rank:
-                    raise TransportError(f"{missing} waits for its own rank, which has not posted the send")
-                if time.monotonic() > deadline:
-                    raise TransportError(f"rank {self.rank} waited {self._timeout:g} s for {missing}")
-                self._changed.wait(max(0.0, deadline - time.monotonic()))
+        while ticket.arrival is None:
+            op = ticket.recv.op
+            silent = op.edge.source in self._silent
+            left = 0.0 if silent else max(0.0, deadline - time.monotonic())
+            with self._turn:
+                self._progress(left)
+            self._check_alive()
+            if ticket.arrival is None and not left:
+                if not silent:
+                    raise TransportError(f"rank {self.rank} waited {self._timeout:g} s for {op}")
+                why = "this rank has not sent it before" if op.edge.source == self.rank else "its sender has closed"
+                raise TransportError(f"{op} will never come: {why}")
 
     def _take(self, ticket: _Ticket) -> torch.Tensor:
-        """Copy a value out, in the layout that was asked for, and let the sender have its segment again."""
+        """Its value, in the layout that was asked for."""
         recv, arrival = ticket.recv, ticket.arrival
         assert arrival is not None
-        if arrival.shape != recv.meta.shape or arrival.dtype != recv.meta.dtype:
+        meta = recv.meta
+        if arrival.look != _look_of(meta.shape, meta.dtype):
+            shape, dtype = decode(arrival.look)
             raise TransportError(
-                f"{recv.op}: expected {recv.meta.dtype} of shape {recv.meta.shape}, but rank {recv.op.peer} sent"
-                f" {arrival.dtype} of shape {arrival.shape}"
+                f"{recv.op}: expected {meta.dtype} of shape {meta.shape}, but rank {recv.op.peer} sent {dtype} of shape {shape}"
             )
-        result = recv.buffer if recv.buffer is not None else recv.meta.without_grad().empty("cpu")
-        result.copy_(arrival.value.view(arrival.dtype).view(arrival.shape))
-        if arrival.segment is not None:
-            with self._changed:
-                if not self._closed:
-                    self._put(self._peers[recv.op.peer], _frame(_FREE, (arrival.segment,)))
-        return result
-
-    # ---- the thread
-
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wakened, selectors.EVENT_READ)
-            for peer in self._peers.values():
-                selector.register(peer.sock, selectors.EVENT_READ, peer)
-            while True:
-                ready = selector.select()
-                with self._changed:
-                    for key, _ in ready:
-                        if key.data is None:
-                            os.read(self._wakened, 1 << 12)
-                        else:
-                            self._serve_peer(key.data)
-                    if self._closed and not any(peer.has_unsent for peer in self._peers.values()):
-                        break
-                    for peer in [key.data for key in selector.get_map().values() if key.data is not None]:
-                        self._watch(selector, peer)
-        for peer in self._peers.values():
-            peer.close()
-        os.close(self._waker)
-        os.close(self._wakened)
-
-    def _watch(self, selector: selectors.BaseSelector, peer: Peer) -> None:
-        if not peer.open:
-            selector.unregister(peer.sock)
-            return
-        writing = selectors.EVENT_WRITE if peer.has_unsent else 0
-        selector.modify(peer.sock, selectors.EVENT_READ | writing, peer)
-
-    def _serve_peer(self, peer: Peer) -> None:
-        peer.flush()
-        for frame in peer.read():
-            kind, length = _HEAD.unpack_from(frame)
-            at = _HEAD.size + length
-            self._handle(peer, kind, decode(frame[_HEAD.size : at]), frame[at:])
-        if not peer.open and peer.rank not in self._left:
-            self._fail(("its process ended", peer.rank, None, None, None))
-
-    def _handle(self, peer: Peer, kind: int, table: tuple[Any, ...], inline: bytes) -> None:
-        if kind == _FREE:
-            self._pools[peer.rank].give(table[0])
-        elif kind == _FAILED:
-            self._fail(table)
-        elif kind == _GOODBYE:
-            self._left.add(peer.rank)
-            self._changed.notify_all()
+        if not len(arrival.memory):
+            value = torch.empty(meta.shape, dtype=meta.dtype)
         else:
-            message, shape, dtype, number, new_size = table
-            if new_size:
-                descriptor = peer.descriptors.popleft()
-                self._segments[peer.rank, number] = Segment(number, descriptor, new_size)
-                os.close(descriptor)
-            if number is None:
-                value = (
-                    torch.frombuffer(bytearray(inline), dtype=torch.uint8)
-                    if inline
-                    else torch.empty(0, dtype=torch.uint8)
-                )
-            else:
-                count = TensorMeta(shape, tuple(0 for _ in shape), dtype).nbytes
-                value = self._segments[peer.rank, number].memory[:count]
-            self._arrive(message, _Arrival(shape, dtype, value, number))
+            value = torch.frombuffer(arrival.memory, dtype=meta.dtype).view(meta.shape)
+        if recv.buffer is not None:
+            return recv.buffer.copy_(value)
+        if value.stride() != meta.stride:
+            return meta.without_grad().empty("cpu").copy_(value)
+        return value
 
-    def _check(self, item: Send | Recv) -> None:
+    def _key_of(self, item: Send | Recv) -> bytes:
+        """What the messages of an op are known by.
+
+        Raises:
+            P2PUsageError: this rank cannot post it.
+        """
         op = item.op
         if op.kind.is_send is not isinstance(item, Send):
             raise P2PUsageError(f"{type(item).__name__} with an op of the other kind: {op}")
@@ -284,25 +264,26 @@ class SharedMemoryTransport:
         if op.rank != self.rank:
             raise P2PUsageError(f"{op} is rank {op.rank}'s to post, and this is rank {self.rank}")
         if isinstance(item, Recv) and item.buffer is not None:
-            look = (tuple(item.buffer.shape), item.buffer.dtype)
-            if look != (item.meta.shape, item.meta.dtype):
-                raise P2PUsageError(f"{op}: a buffer needs the value's shape and dtype, {item.meta}")
+            look = (tuple(item.buffer.shape), item.buffer.dtype, item.buffer.requires_grad)
+            if look != (item.meta.shape, item.meta.dtype, False):
+                raise P2PUsageError(f"{op}: a buffer needs the value's shape and dtype, {item.meta}, and no grad")
+        return _encode_op(op)
 
 
 class _Arrival:
-    """A value that has come: its bytes, in memory of ours or in a segment of its sender's."""
+    """A value that has come."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, value: torch.Tensor, segment: int | None = None
-    ) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.value = value
-        self.segment = segment
+    __slots__ = ("look", "memory")
+
+    def __init__(self, look: bytes, memory: Memory) -> None:
+        self.look = look
+        self.memory = memory
 
 
 class _Ticket:
-    """A posted receive."""
+    """A receive that was posted."""
+
+    __slots__ = ("arrival", "recv")
 
     def __init__(self, recv: Recv) -> None:
         self.recv = recv
@@ -319,11 +300,42 @@ class _Handle:
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         if self._result is None:
-            self._transport._wait_for(self._tickets)
-            self._result = tuple(self._transport._take(ticket) for ticket in self._tickets)
+            for ticket in self._tickets:
+                self._transport._bring(ticket)
+            self._result = tuple([self._transport._take(ticket) for ticket in self._tickets])
+            self._tickets = ()
         return self._result
 
 
-def _frame(kind: int, table: tuple[Any, ...], value: bytes = b"") -> bytes:
-    encoded = encode(table)
-    return _HEAD.pack(kind, len(encoded)) + encoded + value
+def _plain(send: Send) -> torch.Tensor:
+    """The value in row-major host memory: its own, or a copy.
+
+    Raises:
+        P2PUsageError: it is no plain tensor.
+    """
+    tensor = send.tensor
+    is_memory = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    if is_memory and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    except (RuntimeError, TypeError) as error:
+        raise P2PUsageError(
+            f"{send.op}: only plain tensors can be sent, not {type(tensor).__qualname__}: {error}"
+        ) from error
+
+
+def _owned(file: int, opened: contextlib.ExitStack) -> int:
+    opened.callback(os.close, file)
+    return file
+
+
+@functools.lru_cache(1 << 16)
+def _encode_op(op: Op) -> bytes:
+    return encode(op.message)
+
+
+@functools.lru_cache(1 << 12)
+def _look_of(shape: Sequence[int], dtype: torch.dtype) -> bytes:
+    """What the two ends compare."""
+    return encode((tuple(shape), dtype))
