@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import traceback
 import weakref
 from typing import Any
@@ -78,3 +79,23 @@ def test_an_error_shows_the_line_and_its_module() -> None:
     with pytest.raises(RuntimeError) as caught:
         compile_graph(graph, nn.Module())([torch.zeros(2, 3), None])
     assert "# layers.0" in "".join(traceback.format_exception(caught.value))
+
+
+def test_results_laid_out_otherwise_than_captured_are_copied_into_that_layout() -> None:
+    """On a transposed input torch's fake batch norm keeps the strides, and the real one does not: PatchTST failed in a view."""
+    x = torch.randn(3, 2, 5).transpose(1, 2)
+    fake = torch.empty_strided((3, 5, 2), x.stride())
+    graph = graph_of(
+        lambda n: (aten.native_batch_norm.default, (n[0], None, None, None, None, True, 0.1, 1e-5), {}),
+        lambda n: (operator.getitem, (n[2], 0), {}),
+        lambda n: (aten.transpose.int, (n[3], 1, 2), {}),
+        lambda n: (aten.view.default, (n[4], [6, 5]), {}),
+        lambda n: (aten.as_strided.default, (n[3], [5], [2]), {}),
+        lambda n: (aten.mul.Tensor, (n[5], n[6]), {}),
+    )
+    for name, value in {"getitem": fake, "transpose": fake.transpose(1, 2)}.items():
+        next(node for node in graph.nodes if node.name.startswith(name)).meta["val"] = value
+    normed = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0].transpose(1, 2).contiguous()
+    step = compile_graph(graph, nn.Module())
+    for _ in range(3):
+        assert torch.equal(step([x, None])[0], normed.view(6, 5) * normed.flatten()[::2][:5])
