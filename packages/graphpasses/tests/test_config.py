@@ -64,6 +64,7 @@ WRONG = [
     *(("min_shard_numel", value) for value in (-1, None)),
     *(("unused", value) for value in ("zero", None)),
     *(("grad_sync", value) for value in ("full", None)),
+    *(("pass_backend", value) for value in ("inductor", None, True)),
 ]
 
 

@@ -5,8 +5,10 @@ Seen in torch 2.13. Each name is looked up once, here; nothing else in the layer
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+ALL_GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # only torch's bucketing writes it
 ALL_REDUCE_APART = torch.ops._c10d_functional.all_reduce_coalesced_.default
 
 # Operators with an underscore in their names that a capture is full of. Named like that since torch 1.x; needed.
@@ -37,6 +40,7 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 __all__ = [
     "ALL_GATHER",
     "ALL_GATHER_APART",
+    "ALL_GATHER_OUT",
     "ALL_REDUCE",
     "ALL_REDUCE_APART",
     "ALL_REDUCE_IN_PLACE",
@@ -64,6 +68,8 @@ __all__ = [
     "sequence_number",
     "strided_shard",
     "symbolic_input",
+    "torch_bucketing",
+    "torch_overlap",
     "tree_map_tensors",
     "unflatten",
 ]
@@ -206,3 +212,33 @@ def is_functional_collective(target: Any) -> bool:
     """Whether an operator starts communication (the wait for it does not)."""
     namespace = getattr(target, "namespace", None)
     return namespace in ("_c10d_functional", "_c10d_functional_autograd") and target is not WAIT
+
+
+def torch_bucketing() -> ModuleType:
+    """What torch plans buckets with, and what merges them. Seen in 2.13; raises ImportError where any of the names is missing."""
+    return _passes_of_torch(
+        "bucketing",
+        "greedy_bucket_collective_by_mb",
+        "merge_all_gather_bucket",
+        "merge_reduce_scatter_bucket",
+        "merge_all_reduce_bucket",
+    )
+
+
+def torch_overlap() -> Callable[..., None]:
+    """What torch schedules overlap with. Seen in 2.13; raises ImportError without it."""
+    module = _passes_of_torch("overlap_scheduling", "schedule_overlap_bucketing")
+
+    def schedule(graph: Any, **options: Any) -> None:
+        module.schedule_overlap_bucketing(graph, **options)
+        # It looks names of groups up through a cache without end, which would keep every graph alive.
+        getattr(getattr(module, "get_group_name", None), "cache_clear", lambda: None)()
+
+    return schedule
+
+
+def _passes_of_torch(name: str, *needed: str) -> ModuleType:
+    module = importlib.import_module(f"torch._inductor.fx_passes.{name}")
+    if missing := [one for one in needed if not hasattr(module, one)]:
+        raise ImportError(f"{module.__name__} has no {', '.join(missing)}")
+    return module

@@ -131,6 +131,8 @@ class PassConfig:
         unused: gradient of a parameter that the step does not use: ``none`` as in eager, or ``zeros`` on every rank.
         grad_sync: what a microbatch under ``no_sync`` does: ``none`` keeps whole gradients; ``scatter`` reduces them on the
             shard axis each time and keeps shards (hsdp: one all-reduce at the end).
+        pass_backend: whose bucketing and overlap: ``stepwell``, or ``torch``: the passes of torch's inductor, which are
+            private to it and may be missing from another torch; the compiler then says so before it does anything.
 
     Raises:
         ConfigError: a field is wrong, alone or together with another.
@@ -164,6 +166,7 @@ class PassConfig:
     min_shard_numel: int = attrs.field(default=0, validator=_count(0, optional=False))
     unused: Literal["none", "zeros"] = attrs.field(default="none", validator=_choice("none", "zeros"))
     grad_sync: Literal["none", "scatter"] = attrs.field(default="none", validator=_choice("none", "scatter"))
+    pass_backend: Literal["stepwell", "torch"] = attrs.field(default="stepwell", validator=_choice("stepwell", "torch"))
 
     def __attrs_post_init__(self) -> None:
         if self.dp_mode == "ddp":

@@ -146,11 +146,12 @@ def compare(signatures: Sequence[tuple[int, Sequence[Entry]]]) -> None:
 
 @attrs.frozen
 class Vote:
-    """What one rank tells its peers before a compile takes effect."""
+    """What one rank tells its peers before a compile takes effect, or while passes decide."""
 
     rank: int
     error: str | None
-    signature: tuple[Entry, ...]
+    signature: tuple[Entry, ...] = ()
+    numbers: tuple[float, ...] = ()
 
 
 def agree(topology: DataParallelTopology | None, error: Exception | None, entries: tuple[Entry, ...]) -> None:
@@ -164,26 +165,72 @@ def agree(topology: DataParallelTopology | None, error: Exception | None, entrie
     Raises:
         PeerMismatchError: another rank failed, or would run other collectives.
     """
+    if _is_joint(error):
+        raise error  # type: ignore[misc]
     if topology is not None:
         votes = [Vote(dist.get_rank(), None if error is None else f"{type(error).__name__}: {error}", entries)]
         for axis in topology.axis_names:
-            group = topology.mesh.get_group(axis)
-            gathered = _gather(votes, group, torch.device(topology.mesh.device_type))
-            members = tuple(dist.get_process_group_ranks(group))
+            gathered, members = _exchange(topology, axis, votes)
             mine = {vote.rank: vote for part in gathered for vote in part if vote.rank in members}
             votes = [vote for part in gathered for vote in part]
             if error is None and all(vote.error is None for vote in votes):
                 error = _difference([mine[rank] for rank in members if rank in mine], members)
                 if error is not None:
-                    votes.append(Vote(dist.get_rank(), str(error), ()))
-        failed = [vote for vote in votes if vote.error is not None]
-        if error is None and failed:
-            error = PeerMismatchError(
-                f"rank {failed[0].rank} could not compile, so no rank does: {failed[0].error}",
-                ranks=[vote.rank for vote in failed],
-            )
+                    votes.append(Vote(dist.get_rank(), str(error)))
+        error = error or _failure(votes)
     if error is not None:
         raise error
+
+
+def agree_on_numbers(topology: DataParallelTopology | None, numbers: Sequence[float]) -> list[float]:
+    """For each number the largest that any data-parallel rank named.
+
+    Collective, and in step with :func:`agree`: a rank that has failed before says so there, and all the others raise here.
+
+    Raises:
+        PeerMismatchError: another rank failed, or has another number of numbers.
+    """
+    if topology is None:
+        return list(numbers)
+    votes = [Vote(dist.get_rank(), None, numbers=tuple(numbers))]
+    for axis in topology.axis_names:
+        votes = [vote for part in _exchange(topology, axis, votes)[0] for vote in part]
+    if (error := _failure(votes)) is not None:
+        raise error
+    if strange := sorted({vote.rank for vote in votes if len(vote.numbers) != len(numbers)}):
+        raise PeerMismatchError(
+            f"rank {dist.get_rank()} has {len(numbers)} costs to agree on, and ranks {strange} have not as many: their graphs"
+            " differ, or not all of them use a cost model",
+            ranks=strange,
+        )
+    return [max(column) for column in zip(*(vote.numbers for vote in votes), strict=True)]
+
+
+def _is_joint(error: BaseException | None) -> bool:
+    """Whether an error comes from an exchange in which all ranks learnt of it: then nobody waits for this rank's vote."""
+    while error is not None:
+        if isinstance(error, PeerMismatchError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _failure(votes: Sequence[Vote]) -> PeerMismatchError | None:
+    failed = [vote for vote in votes if vote.error is not None]
+    if not failed:
+        return None
+    return PeerMismatchError(
+        f"rank {failed[0].rank} could not compile, so no rank does: {failed[0].error}",
+        ranks=[vote.rank for vote in failed],
+    )
+
+
+def _exchange(
+    topology: DataParallelTopology, axis: str, votes: Sequence[Vote]
+) -> tuple[list[list[Vote]], tuple[int, ...]]:
+    """Every rank's votes along one axis, and who these ranks are."""
+    group = topology.mesh.get_group(axis)
+    return _gather(votes, group, torch.device(topology.mesh.device_type)), tuple(dist.get_process_group_ranks(group))
 
 
 def _gather(votes: Sequence[Vote], group: dist.ProcessGroup, device: torch.device) -> list[list[Vote]]:

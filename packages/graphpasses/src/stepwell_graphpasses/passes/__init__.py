@@ -6,7 +6,7 @@ from ._bucket import BucketPass
 from ._data_parallel import DataParallelPass
 from ._dead import DeadCollectivePass
 from ._default import default_passes
-from ._overlap import CostModel, OverlapPass
+from ._overlap import CostModel, OverlapPass, RooflineCosts
 from ._remat import RematPass
 from ._reshard import ReshardPass
 from ._split import Crossing, Piece, SplitGraph, SplitPass, pieces
@@ -21,6 +21,7 @@ __all__ = [
     "Piece",
     "RematPass",
     "ReshardPass",
+    "RooflineCosts",
     "SplitGraph",
     "SplitPass",
     "default_passes",

@@ -14,6 +14,7 @@ that it would have alone: nothing is cast, so members have one dtype, and they a
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -21,12 +22,15 @@ import attrs
 import torch
 from torch import fx
 
+from .. import _compat as compat
 from .._collectives import Comm, Kind, Writer, collective_bytes, comm_of, starts, wait_of
 from .._config import PassConfig
 from .._graph import JointGraph, Phase, phase_of, positions, tensor_bytes, value_of
 from .._memory import sole_readers
 from .._order import rearrange
 from .._pass import PassContext, PassContract
+from ..exceptions import ConfigError
+from ._torch_backend import Backend, bucket_with_torch, check_backend
 
 aten = torch.ops.aten
 
@@ -56,6 +60,10 @@ class BucketPass:
     Args:
         pack: whether members of gathers and all-reduces are packed into one row; None: unless the backend copies them anyway (on
             CPU).
+        backend: who chooses and merges: ``stepwell``, or ``torch``, whose own bucketing only merges neighbours, and always packs.
+
+    Raises:
+        ConfigError: the installed torch has no such bucketing, or ``pack`` is given together with it.
     """
 
     name = "bucket"
@@ -65,11 +73,22 @@ class BucketPass:
         conflicts=frozenset({"bucketed", "split"}),
     )
 
-    def __init__(self, *, pack: bool | None = None) -> None:
+    def __init__(self, *, pack: bool | None = None, backend: Backend = "stepwell") -> None:
         self.pack = pack
+        self.backend = backend
+        self._torch = check_backend(backend, compat.torch_bucketing)
+        if self._torch is not None and pack is not None:
+            raise ConfigError(
+                f"pack={pack} with backend='torch', which always packs; leave pack out, or use the backend 'stepwell'",
+                field="pack",
+                value=pack,
+            )
 
     def run(self, joint: JointGraph, context: PassContext) -> None:
         """Rewrite the graph."""
+        if self._torch is not None:
+            self._run_torch(joint, context.config)
+            return
         on_cpu = context.topology is not None and context.topology.mesh.device_type == "cpu"
         pack = not on_cpu if self.pack is None else self.pack
         nodes = starts(joint.graph)
@@ -87,10 +106,24 @@ class BucketPass:
                 _merge(joint, [nodes[member.index] for member in bucket.members], position, None if pack else owned)
         rearrange(joint.graph)
 
+    def _run_torch(self, joint: JointGraph, config: PassConfig) -> None:
+        if config.bucket_by == "none":
+            return
+        keys = {}
+        for index, node in enumerate(starts(joint.graph)):
+            member = _member(joint, index, node)
+            keys[node] = (*member.key, member.unit) if config.bucket_by == "module" else member.key
+        merged = bucket_with_torch(
+            joint, keys, config.bucket_mb * 2**20, self._torch, unit_of=functools.partial(bucket_unit, joint)
+        )
+        for number, (node, params) in enumerate(merged):
+            what = f"{_mark(node).kind} in {phase_of(node)} of {', '.join(params)}"
+            joint.notes.append((f"bucket {number}", f"{what}; chosen and merged by torch"))
+
 
 def plan_buckets(members: Sequence[Member], config: PassConfig) -> list[Bucket]:
     """Which collectives go together: in graph order, by module or by bytes, never unlike ones."""
-    limit = int(config.bucket_mb * 2**20)
+    limit = config.bucket_mb * 2**20
     groups: dict[tuple[str, ...], list[Member]] = {}
     for member in members:
         key = (*member.key, member.unit) if config.bucket_by == "module" else member.key
@@ -104,7 +137,7 @@ def plan_buckets(members: Sequence[Member], config: PassConfig) -> list[Bucket]:
                 reason = (
                     "bucket_by is 'none'"
                     if config.bucket_by == "none"
-                    else f"{', '.join(member.params)} would make it {size + member.bytes} bytes, more than {limit}"
+                    else f"{', '.join(member.params)} would make it {size + member.bytes} bytes, more than {limit:.0f}"
                 )
                 buckets.append((current[0].index, Bucket(tuple(current), reason)))
                 current, size = [], 0

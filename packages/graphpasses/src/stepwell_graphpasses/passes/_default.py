@@ -13,10 +13,14 @@ from ._reshard import ReshardPass
 
 
 def default_passes(config: PassConfig) -> tuple[GraphPass, ...]:
-    """The passes for a configuration, in an order that their contracts allow."""
+    """The passes for a configuration, in an order that their contracts allow.
+
+    Raises:
+        ConfigError: the configuration asks for torch's own passes, and the installed torch has not what they need.
+    """
     passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
     if config.reshard_after_forward is not False:
         passes.append(ReshardPass())
     if config.bucket_by != "none":
-        passes.append(BucketPass())
-    return (*passes, OverlapPass())
+        passes.append(BucketPass(backend=config.pass_backend))
+    return (*passes, OverlapPass(backend=config.pass_backend))

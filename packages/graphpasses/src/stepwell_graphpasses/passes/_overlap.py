@@ -10,17 +10,22 @@ the graph alone, hence is the same on every rank; a cost model, if there is one,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
+import attrs
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
-from .._collectives import collective_bytes, comm_of, starts, waits_of
-from .._graph import JointGraph, phase_of, positions, tensor_bytes, value_of
+from .. import _compat as compat
+from .._collectives import collective_bytes, comm_of, is_start, starts, waits_of
+from .._graph import JointGraph, is_getitem, is_view, phase_of, positions, tensor_bytes, value_of
 from .._order import is_free, rearrange
 from .._pass import PassContext, PassContract
+from .._signature import agree_on_numbers
+from ..exceptions import ConfigError
+from ._torch_backend import Backend, check_backend
+from ._torch_backend_overlap import is_product, wishes_of_torch
 
 
 class CostModel(Protocol):
@@ -35,6 +40,54 @@ class CostModel(Protocol):
         ...
 
 
+@attrs.frozen(kw_only=True)
+class RooflineCosts:
+    """A cost model from sizes alone: the slower of computing and of moving bytes. The defaults are one accelerator of its time.
+
+    Example::
+
+        OverlapPass(costs=RooflineCosts(flops=4e14, memory=3e12, link=5e10, latency=2e-5))
+
+    Attributes:
+        flops: operations in a second, of products of matrices, convolutions and attention.
+        memory: bytes in a second, read and written.
+        link: bytes in a second that a rank sends.
+        latency: seconds of the smallest collective.
+
+    Raises:
+        ConfigError: a number that is not positive.
+    """
+
+    flops: float = 1e14
+    memory: float = 1e12
+    link: float = 2.5e10
+    latency: float = 2e-5
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in attrs.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"{name} must be a positive number; got {value!r}", field=name, value=value)
+
+    def compute(self, node: fx.Node) -> float:
+        """Seconds of one node; views cost nothing."""
+        if is_view(node) or is_getitem(node):
+            return 0.0
+        moved = sum(tensor_bytes(value_of(one)) for one in (*node.all_input_nodes, node))
+        return max(_operations(node) / self.flops, moved / self.memory)
+
+    def collective(self, kind: str, size: int, nbytes: int) -> float:
+        """Seconds of one collective in a ring of ``size`` ranks."""
+        rounds = {"gather": size - 1, "reduce_scatter": (size - 1) / size}.get(kind, 2 * (size - 1) / size)
+        return self.latency + rounds * nbytes / self.link
+
+
+def _operations(node: fx.Node) -> float:
+    if not is_product(node):
+        return 0.0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    return float(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=value_of(node)))  # type: ignore[union-attr]
+
+
 class OverlapPass:
     """Moves the starts of gathers up and the waits for reductions down.
 
@@ -43,6 +96,11 @@ class OverlapPass:
         max_bytes: a gather is not moved to where more than so many bytes of gathered parameters would wait to be used; None: the
             prefetch depth alone decides.
         costs: with a cost model, a gather starts no earlier than it takes to hide it.
+        backend: who decides: ``stepwell``, or ``torch``, whose scheduler weighs costs (those given, else :class:`RooflineCosts`),
+            of reductions too. There ``max_bytes`` bounds what is under way, and the prefetch depth does where it is None.
+
+    Raises:
+        ConfigError: the installed torch has no such scheduler, or ``reductions`` is given together with it.
     """
 
     name = "overlap"
@@ -52,17 +110,46 @@ class OverlapPass:
         conflicts=frozenset({"overlapped", "split"}),
     )
 
-    def __init__(self, *, reductions: int = 1, max_bytes: int | None = None, costs: CostModel | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        reductions: int = 1,
+        max_bytes: int | None = None,
+        costs: CostModel | None = None,
+        backend: Backend = "stepwell",
+    ) -> None:
+        _check_count("reductions", reductions, 0)
+        if max_bytes is not None:
+            _check_count("max_bytes", max_bytes, 1)
         self.reductions = reductions
         self.max_bytes = max_bytes
         self.costs = costs
+        self.backend = backend
+        self._torch = check_backend(backend, compat.torch_overlap)
+        if self._torch is not None:
+            if reductions != 1:
+                raise ConfigError(
+                    f"reductions={reductions} with backend='torch', which decides by costs; leave reductions out, or use the"
+                    " backend 'stepwell'",
+                    field="reductions",
+                    value=reductions,
+                )
+            self.costs = RooflineCosts() if costs is None else costs
 
     def run(self, joint: JointGraph, context: PassContext) -> None:
         """Rewrite the graph."""
         wishes: dict[fx.Node, float] = {}
         position = positions(joint.graph)
         self._sink_waits(joint, wishes, position)
-        hidden = self._hiding_place(joint, context, position) if self.costs is not None else None
+        costs = None if self.costs is None else _agreed(joint, context, self.costs)
+        if self._torch is not None:
+            assert costs is not None
+            prefetch = context.config.prefetch
+            moved = wishes_of_torch(joint, costs, self._torch, max_bytes=self.max_bytes, prefetch=prefetch)
+            packs = {part: moved[n] for n in starts(joint.graph, "gather") for part in _pack_of(n)}
+            rearrange(joint.graph, wishes | packs | moved)
+            return
+        hidden = None if costs is None else _hiding_place(joint, costs, position)
         for phase in ("forward", "backward"):
             gathers = [node for node in starts(joint.graph, "gather") if phase_of(node) == phase]
             self._lift(joint, gathers, context.config.prefetch, wishes, position, hidden)
@@ -114,38 +201,41 @@ class OverlapPass:
             for part in (*_pack_of(node), node):
                 wishes[part] = place
 
-    def _hiding_place(
-        self, joint: JointGraph, context: PassContext, position: dict[fx.Node, int]
-    ) -> dict[fx.Node, float]:
-        """The latest place at which a gather may start and still be hidden by computation, by costs all ranks agree on."""
-        assert self.costs is not None
-        nodes = list(joint.graph.nodes)
-        gathers = starts(joint.graph, "gather")
-        costs = [self.costs.compute(n) if n.op == "call_function" and comm_of(n) is None else 0.0 for n in nodes]
-        for node in gathers:
-            comm = comm_of(node)
+
+def _agreed(joint: JointGraph, context: PassContext, model: CostModel) -> dict[fx.Node, float]:
+    """Costs of nodes that compute and of collectives, the largest that any data-parallel rank names."""
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    named = []
+    for node in nodes:
+        comm = comm_of(node)
+        if is_start(node):
             assert comm is not None
-            costs.append(self.costs.collective(comm.kind, comm.size, collective_bytes(node)))
-        agreed = agree_on_costs(costs, context)
-        places = {}
-        for node, needed in zip(gathers, agreed[len(nodes) :], strict=True):
-            place = int(_first_reader(node, position))
-            left = needed
-            while place > 0 and left > 0:
-                place -= 1
-                left -= agreed[place]
-            places[node] = place - 0.5
-        return places
+            named.append(float(model.collective(comm.kind, comm.size, collective_bytes(node))))
+        else:
+            named.append(float(model.compute(node)) if comm is None else 0.0)
+    return dict(zip(nodes, agree_on_numbers(context.topology, named), strict=True))
 
 
-def agree_on_costs(costs: Sequence[float], context: PassContext) -> list[float]:
-    """For each cost the largest that any data-parallel rank named."""
-    if context.topology is None:
-        return list(costs)
-    values = torch.tensor(costs, dtype=torch.float64, device=context.topology.mesh.device_type)
-    for axis in context.topology.axis_names:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=context.topology.mesh.get_group(axis))
-    return [float(value) for value in values.tolist()]
+def _hiding_place(
+    joint: JointGraph, costs: Mapping[fx.Node, float], position: dict[fx.Node, int]
+) -> dict[fx.Node, float]:
+    """The latest place at which a gather may start and still be hidden by computation."""
+    nodes = list(joint.graph.nodes)
+    places = {}
+    for node in starts(joint.graph, "gather"):
+        place = int(_first_reader(node, position))
+        left = costs[node]
+        while place > 0 and left > 0:
+            place -= 1
+            if not is_start(nodes[place]):
+                left -= costs.get(nodes[place], 0.0)
+        places[node] = place - 0.5
+    return places
+
+
+def _check_count(field: str, value: Any, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ConfigError(f"{field} must be a whole number from {lowest} up; got {value!r}", field=field, value=value)
 
 
 def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> float:
