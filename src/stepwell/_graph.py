@@ -30,8 +30,8 @@ def graph_pipeline(
 ) -> Pipeline:
     """A pipeline of the stages that a train step's graph was cut into, over the ranks of ``world``.
 
-    Each stage runs as graphs, with data parallelism inside where there is a mesh. The loss is within: every rank passes the step's
-    inputs to :meth:`Pipeline.step`, by name, and no target.
+    Each stage runs as graphs, with data parallelism inside where there is a mesh. The loss is within: every rank passes the inputs
+    of the step to :meth:`Pipeline.step`, by name, and no target.
 
     Example::
 

@@ -52,6 +52,18 @@ class _Draft:
     back: fx.Node | None = None
 
 
+class NoWayBack(SplitError):
+    """Nothing could bring a value of backward to the earlier stage that reads it.
+
+    Attributes:
+        value: the value.
+    """
+
+    def __init__(self, message: str, value: fx.Node) -> None:
+        super().__init__(message)
+        self.value = value
+
+
 class Carriers:
     """Collects what crosses, then finds the wires. Mutable: it is filled by :meth:`need`.
 
@@ -82,7 +94,8 @@ class Carriers:
         """All wires, each with its place among the outputs of one stage and the inputs of another.
 
         Raises:
-            SplitError: a value has no way back.
+            NoWayBack: a value has none.
+            SplitError: what crosses is no tensor.
         """
         drafts = list(self._down.values())
         for value, target in sorted(self._up, key=lambda item: (self._position[item[0]], item[1])):
@@ -112,10 +125,11 @@ class Carriers:
             # Nothing of this look is read there: what is at hand goes along, only to bring this back.
             known = next((d.value for d in fitting if self._has(target, d.value)), None)
             if known is None:
-                raise SplitError(
+                raise NoWayBack(
                     f"{value} of stage {made} ({value.meta['fqn']}) is read by the backward of stage {target}, but nothing of"
                     f" its shape and dtype goes from stage {target} to a later one, whose gradient it could be: put both into one"
-                    " stage, or cut elsewhere"
+                    " stage, or cut elsewhere",
+                    value,
                 )
             chosen = _Draft(known, target, made)
             drafts.append(chosen)

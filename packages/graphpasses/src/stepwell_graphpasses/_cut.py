@@ -21,10 +21,11 @@ import attrs
 import torch
 from torch import fx, nn
 
-from ._carriers import Carriers, CutWire
+from ._carriers import Carriers, CutWire, NoWayBack
 from ._config import PassConfig
 from ._cut_stage import Held, StageBuilder
-from ._graph import JointGraph, emit, mutated_arguments, phase_of, positions, remove_dead
+from ._graph import JointGraph, emit, is_random, mutated_arguments, phase_of, positions, remove_dead
+from ._inputs import TensorGuard
 from ._memory import memory_roots
 from ._plan import ParallelPlan, ancestors
 from ._program import GraphProgram
@@ -122,6 +123,12 @@ def split_stages(joint: JointGraph, owners: Mapping[str, int]) -> GraphStages:
         raise SplitError(
             f"passes have been over the graph ({', '.join(clash)}); cut it as trace() gave it: each stage's program runs the"
             " passes of data parallelism itself, from config and mesh"
+        )
+    dynamic = [g.name for g in joint.guards.leaves if isinstance(g, TensorGuard) and None in g.size]
+    if dynamic:
+        raise SplitError(
+            f"the graph was captured with sizes that may change ({', '.join(dynamic)}), but stages of a pipeline have fixed ones:"
+            " capture it with dynamic=False, from an example of one microbatch"
         )
     return _Cut(joint.copy(), owners).run()
 
@@ -246,16 +253,14 @@ class _Cut:
         check_writes(self.joint, {node: order[index, phase_of(node)] for node, index in self.stage.items()})
 
     def _wires(self) -> tuple[CutWire, ...]:
-        carriers = Carriers(self.stage, positions(self.joint.graph))
-        for index in range(self.last + 1):
-            for node in self.nodes(index):
-                for source in node.all_input_nodes:
-                    if self.stage.get(source, index) != index:
-                        carriers.need(source, index)
-        for node in self.losses:
-            if self.stage.get(node, self.last) != self.last:
-                carriers.need(node, self.last)
-        wires = carriers.wires()
+        while True:
+            try:
+                wires = self._carriers().wires()
+                break
+            except NoWayBack as error:
+                # The backward of glue stays with its gradient; that of a view which an earlier stage made belongs there instead.
+                if not self._lower(error.value):
+                    raise
         for index in range(self.last + 1):
             for others, what in (
                 ({w.source for w in wires}, "gives nothing to"),
@@ -265,6 +270,30 @@ class _Cut:
                 if index != edge and index not in others:
                     raise SplitError(f"stage {index} {what} {side} stage; put its modules into another one")
         return wires
+
+    def _carriers(self) -> Carriers:
+        """Everything that crosses."""
+        carriers = Carriers(self.stage, positions(self.joint.graph))
+        for index in range(self.last + 1):
+            for node in self.nodes(index):
+                for source in node.all_input_nodes:
+                    if self.stage.get(source, index) != index:
+                        carriers.need(source, index)
+        for node in self.losses:
+            if self.stage.get(node, self.last) != self.last:
+                carriers.need(node, self.last)
+        return carriers
+
+    def _lower(self, node: fx.Node) -> bool:
+        """Move a node of backward to the latest stage that reads it, if that is an earlier one; whether it was moved."""
+        target = max(self._readers(node), default=self.last)
+        movable = self._home(node.meta["fqn"]) is None and not is_random(node) and not mutated_arguments(node)
+        movable = movable and node not in self.gradients[self.stage[node]].values()
+        saved = [self.stage.get(source, 0) for source in node.all_input_nodes if phase_of(source) == "forward"]
+        if phase_of(node) == "forward" or target >= self.stage[node] or not movable or max(saved, default=0) > target:
+            return False
+        self.stage[node] = target
+        return True
 
     def _held(self, names: tuple[str, ...], node: fx.Node, also: set[int]) -> Held:
         """Who holds a tensor: the stages that use it, each under one of its names, and the first under all that are left."""

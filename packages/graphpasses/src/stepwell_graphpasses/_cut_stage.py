@@ -77,7 +77,8 @@ class StageBuilder:
             for one in group:
                 self.copies[one.node] = self._enter(prefix + self._names(one)[0], one.node)
         guards = {guard.name: guard for guard in joint.guards.leaves if isinstance(guard, TensorGuard)}
-        step_inputs = tuple(dict.fromkeys(name.partition(".")[0] for name in guards))
+        leaves = [leaf.name if isinstance(leaf, TensorGuard) else leaf[0] for leaf in joint.guards.leaves]
+        step_inputs = tuple(dict.fromkeys(name.partition(".")[0] for name in leaves))
         received = self._received(step_inputs)
         given: dict[str, TensorGuard] = {}
         for node in joint.placeholders[len(joint.table) + len(joint.buffers) :]:
