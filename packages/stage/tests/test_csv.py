@@ -169,6 +169,14 @@ def test_every_plan_round_trips_with_its_waits(tmp_path: Path) -> None:
         ("0UNSHARD3\n", "0UNSHARD3' is no action: UNSHARD takes no microbatch number"),
         ("0SEND_F0@1\n", "only RECV_F and RECV_B name a stage after @"),
         ("", "bad: there are no actions"),
+        # What follows ended in errors of Python's own: IndexError, ValueError.
+        ("0F0,0SEND_F0\n1RECV_F0@7,1F0\n", "link 7 -> 1 must lead from a stage to a later one of the 2 stages"),
+        ("0F0,0SEND_F0\n9RECV_F0,1RECV_F0,1F0\n", "link 8 -> 9 must lead from a stage to a later one"),
+        ("0F0,0RECV_F0\n1F0\n", "link -1 -> 0 must lead from a stage to a later one"),
+        (f"0F0,0F{'9' * 5000}\n", "cell 2: '0F9*' is no action"),
+        # This was a plan in which no value travels, and it was proved.
+        ("0F0,0REDUCE_GRAD\n1F0,1REDUCE_GRAD\n", "there is 0REDUCE_GRAD, but no SEND or RECV"),
+        ("0F0,0B0\n\n1F0,1X0\n", "bad.csv, line 3, cell 2: '1X0'"),
     ],
 )
 def test_p153_an_invalid_file_gives_line_and_reason(tmp_path: Path, text: str, sentence: str) -> None:
@@ -176,6 +184,27 @@ def test_p153_an_invalid_file_gives_line_and_reason(tmp_path: Path, text: str, s
     file.write_text(text)
     with pytest.raises(ScheduleError, match=sentence):
         from_csv(file)
+
+
+def test_a_file_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    """With a mark at its start, which was taken for part of the first action, and blank lines, taken for ranks without work."""
+    file = tmp_path / "sheet.csv"
+    file.write_bytes(b"\xef\xbb\xbf0F0,,,0B0\r\n\r\n,1F0,1B0,\r\n\r\n")
+    assert from_csv(file, name="custom") == custom(["0F0 . . 0B0", ". 1F0 1B0"])
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"0F0," + b"x" * 140_000])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    """It ended in a UnicodeDecodeError, or in an error of the module csv."""
+    (tmp_path / "picture.csv").write_bytes(content)
+    with pytest.raises(ScheduleError, match=r"picture.csv is no comma-separated text: "):
+        from_csv(tmp_path / "picture.csv")
+
+
+def test_a_plan_of_one_rank_needs_no_communication(tmp_path: Path) -> None:
+    plan = lower(custom(["0F0 1F0 1B0 0B0"]), sharded=[0], reduced=[0, 1])
+    to_csv(plan, tmp_path / "custom.csv")
+    assert from_csv(tmp_path / "custom.csv") == plan
 
 
 def test_torch_has_no_skip_links() -> None:

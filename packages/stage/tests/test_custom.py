@@ -55,7 +55,10 @@ def test_any_printed_table_is_read_back(seed: int) -> None:
         (["0F0 2F0"], "stage 2 is there, but no rank computes stage 1"),
         (["0F0", " . . "], "rank 1 computes nothing"),
         ("", "there are no actions"),
-        (["0F0 0F2"], "microbatch 1 has nothing on stage 0, expected F"),
+        (["0F0 0F2"], "microbatch 2 is there, but no rank computes microbatch 1; numbers start at 0"),
+        # A mistyped number once made room for so many microbatches, 1 GB for this one.
+        (["0F0 0F999999999"], "microbatch 999999999 is there, but no rank computes microbatch 1"),
+        (["1F0"], "stage 1 is there, but no rank computes stage 0"),
         (["0F0+0B0"], "0B0 needs 0F0, so the two cannot overlap"),
     ],
 )

@@ -75,6 +75,8 @@ def test_bounds() -> None:
         (0, "0RECV_B0", "0RECV_F0", "0RECV_F0 on rank 0 .*: no other rank is at the other end of it"),
         (0, "0RECV_B0", "1RECV_F0", r"1RECV_F0 on rank 0 .*: that rank holds stages \(0,\)"),
         (0, "0RECV_B0", "0RECV_B2", "there are microbatches 0 to 1"),
+        # A second reduction would have averaged the average.
+        (1, "1WAIT_B0", "1REDUCE_GRAD 1REDUCE_GRAD 1WAIT_B0", "the gradients of stage 1 are reduced already"),
         (0, "0B0 0WAIT", "0B1 0WAIT", "compute action 2 of rank 0 is 0B1 in the plan but 0B0 in its schedule"),
         (0, "0RECV_B1 0B1", "", "compute action 3 of rank 0 is nothing in the plan but 0B1 in its schedule"),
         (1, "1F0", "1F0 1F1", "compute action 1 of rank 1 is 1F1 in the plan but 1B0"),
@@ -91,6 +93,18 @@ def test_what_is_wrong_on_one_rank(rank: int, old: str, new: str, sentence: str)
     rows[rank] = rows[rank].replace(old, new, 1)
     with pytest.raises(ScheduleError, match=sentence):
         prove(plan_of(*rows), TAGGED)
+
+
+def test_a_plan_has_links_to_stages_that_are_there() -> None:
+    """A link beyond the last stage ended in an IndexError from within the proof; one from stage -1 was the last stage's."""
+    for link in ((0, 2), (-1, 0), (1, 0)):
+        with pytest.raises(
+            ScheduleError, match=f"link {link[0]} -> {link[1]} must lead from a stage to a later one of the 2"
+        ):
+            Plan(TWO, (link,), [[], []])
+    below = Action(0, Kind.SEND_F, -1)
+    with pytest.raises(ScheduleError, match=r"0SEND_F-1 on rank 0 .*: there are microbatches 0 to 1"):
+        prove(Plan(TWO, ((0, 1),), [[below, *TWO.actions[0]], TWO.actions[1]]), TAGGED)
 
 
 def test_local_values_are_handed_over_in_order() -> None:

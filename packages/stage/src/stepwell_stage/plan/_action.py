@@ -153,7 +153,8 @@ class Action(NamedTuple):
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _KINDS = sorted((kind.value for kind in Kind if kind not in (Kind.OVERLAP, Kind.CUSTOM)), key=len, reverse=True)
 _FORM = re.compile(
-    rf"(?P<stage>\d+)(?:(?P<kind>{'|'.join(_KINDS)})|\{{(?P<name>{_NAME.pattern})\}})(?P<microbatch>\d*)(?:@(?P<peer>\d+))?",
+    rf"(?P<stage>\d{{1,9}})(?:(?P<kind>{'|'.join(_KINDS)})|\{{(?P<name>{_NAME.pattern})\}})(?P<microbatch>\d{{0,9}})"
+    r"(?:@(?P<peer>\d{1,9}))?",
     re.ASCII,
 )
 _PAIR = re.compile(r"\((?P<forward>[^;()]+);(?P<backward>[^;()]+)\)OVERLAP_F_B")

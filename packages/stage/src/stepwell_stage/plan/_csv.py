@@ -64,23 +64,44 @@ def from_csv(
             and the next where both are on one rank. Needed where a rank hands values to a stage of its own that is not the next.
 
     Raises:
-        ScheduleError: a cell is no action, or the schedule is not legal; says where and why.
+        ScheduleError: the file is no text, a cell is no action, the schedule is not legal, or a plan has no communication between
+            its ranks; says where and why.
+        OSError: the file cannot be read.
     """
     name = name or Path(path).stem
-    rows: list[list[Action]] = []
-    with Path(path).open(newline="") as file:
-        for line, cells in enumerate(csv.reader(file), start=1):
-            rows.append([])
-            for column, cell in enumerate(cells, start=1):
-                if cell.strip():
-                    try:
-                        rows[-1].append(Action.parse(cell))
-                    except ScheduleError as error:
-                        raise ScheduleError(f"{path}, line {line}, cell {column}: {error}") from None
+    rows = _read(path)
     schedule = assemble(name, [[action for action in row if action.kind.is_compute] for row in rows])
-    if all(action.kind.is_compute for row in rows for action in row):
+    other = next((action for row in rows for action in row if not action.kind.is_compute), None)
+    if other is None:
         return schedule
-    return Plan(schedule, tuple(sorted(links or _links(rows, schedule.placement))), [_with_waits(row) for row in rows])
+    if len(rows) > 1 and all(
+        action.kind.is_compute or not action.kind.has_microbatch for row in rows for action in row
+    ):
+        raise ScheduleError(
+            f"{name}: there is {other}, but no SEND or RECV, which the plan of several ranks needs; leave {other} and its like out,"
+            " and name the stages to lower()"
+        )
+    chosen = _links(rows, schedule.placement) if links is None else links
+    return Plan(schedule, tuple(sorted(set(chosen))), [_with_waits(row) for row in rows])
+
+
+def _read(path: str | os.PathLike[str]) -> list[list[Action]]:
+    """The actions of each line that is not blank."""
+    rows: list[list[Action]] = []
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        try:
+            for cells in filter(None, reader):
+                rows.append([])
+                for column, cell in enumerate(cells, start=1):
+                    if cell.strip():
+                        try:
+                            rows[-1].append(Action.parse(cell))
+                        except ScheduleError as error:
+                            raise ScheduleError(f"{path}, line {reader.line_num}, cell {column}: {error}") from None
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ScheduleError(f"{path} is no comma-separated text: {error}") from None
+    return rows
 
 
 _WAITS = (Kind.WAIT_F, Kind.WAIT_B)

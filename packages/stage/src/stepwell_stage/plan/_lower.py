@@ -43,11 +43,17 @@ class Plan:
         schedule: what was lowered.
         links: pairs of stages (source, destination) between which values travel.
         actions: for each rank its actions, communication included.
+
+    Raises:
+        ScheduleError: a link does not lead from a stage to a later one.
     """
 
     schedule: Schedule
     links: tuple[tuple[int, int], ...]
     actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        _check_links(self.links, self.placement.num_stages)
 
     @property
     def placement(self) -> Placement:
@@ -103,11 +109,7 @@ def lower(
     """
     num_stages = schedule.placement.num_stages
     chosen = tuple(sorted(set(links))) if links is not None else tuple((s, s + 1) for s in range(num_stages - 1))
-    for source, destination in chosen:
-        if not 0 <= source < destination < num_stages:
-            raise ScheduleError(
-                f"link {source} -> {destination} must lead from a stage to a later one of the {num_stages} stages"
-            )
+    _check_links(chosen, num_stages)
     for stage in (*sharded, *reduced):
         if not 0 <= stage < num_stages:
             raise ScheduleError(
@@ -119,6 +121,14 @@ def lower(
     if sharded or reduced:
         rows = with_data_parallel(rows, set(sharded), set(reduced), max_unsharded)
     return Plan(schedule, chosen, rows)
+
+
+def _check_links(links: Iterable[tuple[int, int]], num_stages: int) -> None:
+    for source, destination in links:
+        if not 0 <= source < destination < num_stages:
+            raise ScheduleError(
+                f"link {source} -> {destination} must lead from a stage to a later one of the {num_stages} stages"
+            )
 
 
 # Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.

@@ -125,6 +125,7 @@ class _Rank:
         self.peak_activations = self.peak_receives = self.peak_sends = self.peak_unsharded = 0
         self.num_messages = 0
         self.unsharded: set[int] = set()
+        self.reduced: set[int] = set()
         self.gathers: set[int] = set()
         self.left: dict[int, int] = {}  # backwards of each stage still to come
         self._check_compute()
@@ -269,8 +270,12 @@ class _Rank:
             if stage not in self.unsharded:
                 self._refuse(action, f"stage {stage} is not gathered")
             self.unsharded.remove(stage)
-        elif self.left.get(stage):
-            self._refuse(action, f"{self.left[stage]} backwards of stage {stage} come after it")
+        else:
+            if self.left.get(stage):
+                self._refuse(action, f"{self.left[stage]} backwards of stage {stage} come after it")
+            if stage in self.reduced:
+                self._refuse(action, f"the gradients of stage {stage} are reduced already")
+            self.reduced.add(stage)
 
     def _check_place(self, action: Action) -> None:
         if action.stage not in self.stages:
@@ -281,7 +286,7 @@ class _Rank:
         stage, kind, microbatch, peer, _, _ = action
         if stage not in self.stages:
             self._check_place(action)
-        if microbatch is None or microbatch >= self.facts.count:
+        if microbatch is None or not 0 <= microbatch < self.facts.count:
             self._refuse(action, f"there are microbatches 0 to {self.facts.count - 1}")
         ports = self.facts.moved[kind][stage]
         if peer is None and len(ports) == 1:

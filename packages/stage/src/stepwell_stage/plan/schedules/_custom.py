@@ -55,11 +55,12 @@ def assemble(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
         ScheduleError: a stage is on two ranks or on none, or the schedule is not legal.
     """
     owner: dict[int, int] = {}
-    last = -1
+    microbatches = set[int]()
     for rank, row in enumerate(rows):
         for action in row:
             for leaf in action.leaves:
-                last = max(last, leaf.microbatch if leaf.microbatch is not None else -1)
+                if leaf.microbatch is not None:
+                    microbatches.add(leaf.microbatch)
                 if owner.setdefault(leaf.stage, rank) != rank:
                     raise ScheduleError(
                         f"{name}: {leaf} is on rank {rank}, but stage {leaf.stage} is on rank {owner[leaf.stage]}"
@@ -68,11 +69,14 @@ def assemble(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
             raise ScheduleError(f"{name}: rank {rank} computes nothing")
     if not owner:
         raise ScheduleError(f"{name}: there are no actions")
-    missing = next((stage for stage in range(max(owner)) if stage not in owner), None)
-    if missing is not None:
-        raise ScheduleError(f"{name}: stage {max(owner)} is there, but no rank computes stage {missing}")
+    for what, numbers in (("stage", owner.keys()), ("microbatch", microbatches)):
+        missing = next((number for number in range(len(numbers)) if number not in numbers), None)
+        if missing is not None:
+            raise ScheduleError(
+                f"{name}: {what} {max(numbers)} is there, but no rank computes {what} {missing}; numbers start at 0"
+            )
     placement = Placement.custom(owner[stage] for stage in range(len(owner)))
-    return Schedule(name, placement, last + 1, rows)
+    return Schedule(name, placement, len(microbatches), rows)
 
 
 def _cell(text: str) -> Action:
