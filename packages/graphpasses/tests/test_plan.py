@@ -102,13 +102,29 @@ def test_stages() -> None:
             "claimed by stage 0 and by stage 1",
         ),
         (lambda: ParallelPlan().stage(0, "c").resolve_stages(["a", "b"]), "stage 0 pattern 'c' names no module"),
-        (lambda: ParallelPlan.from_dict({"shards": []}), "unknown keys"),
+        (lambda: ParallelPlan.from_dict({"shards": []}), "unknown key 'shards'"),
+        (lambda: ParallelPlan.from_dict({3: []}), "unknown key 3"),
         (lambda: ParallelPlan.from_dict([]), "mapping"),
         (lambda: ParallelPlan.from_dict({"shard": 3}), "list of patterns"),
-        (lambda: ParallelPlan.from_dict({"stages": []}), None),
-        (lambda: ParallelPlan.from_dict({"stages": [1]}), "maps stage numbers"),
+        (lambda: ParallelPlan.from_dict({"shard": None, "stages": None}), None),
+        (lambda: ParallelPlan.from_dict({"shard": [], "stages": {}}), None),
+        *(
+            (lambda value=value: ParallelPlan.from_dict({"shard": value}), "list of patterns")
+            for value in (0, False, b"a", {})
+        ),
+        *(
+            (lambda value=value: ParallelPlan.from_dict({"stages": value}), "maps stage numbers")
+            for value in ([], [1], "", 0)
+        ),
+        *(
+            (lambda key=key: ParallelPlan.from_dict({"stages": {key: "a"}}), "whole number")
+            for key in (True, 1.0, -1, None)
+        ),
+        (lambda: ParallelPlan.from_dict({"stages": {"0": "a", 0: "b"}}), "stage 0 is given twice"),
+        (lambda: ParallelPlan.from_dict({"shard": ["a", 3]}), r"a pattern is a string; got 3 \(int\)"),
         (lambda: ParallelPlan.from_dict({"stages": {"x": ["a"]}}), "whole number"),
         (lambda: ParallelPlan.from_json("{"), "not a JSON text"),
+        (lambda: ParallelPlan.from_json('{"shard": ["a"], "shard": ["b"]}'), "the key 'shard' is given twice"),
     ],
 )
 def test_mistakes_are_refused(build: object, message: str | None) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -163,32 +165,41 @@ class ParallelPlan:
         return owner
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain lists and dicts, fit for YAML or JSON."""
+        """The plan as plain lists and dicts."""
         return {"shard": list(self.shards), "stages": {index: list(patterns) for index, patterns in self.stages}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ParallelPlan:
-        """The plan that :meth:`to_dict` (or a YAML file read by the caller) describes.
+        """The plan that :meth:`to_dict` describes.
 
         Raises:
             PlanError: an unknown key, or a value of the wrong type.
         """
         if not isinstance(data, Mapping):
             raise PlanError(f"a plan is a mapping with the keys 'shard' and 'stages'; got {type(data).__name__}")
-        if unknown := sorted(set(map(str, data)) - {"shard", "stages"}):
-            raise PlanError(f"unknown keys in a plan: {unknown}; a plan has 'shard' and 'stages'")
         plan = cls()
-        shards = data.get("shard") or ()
-        if patterns := ((shards,) if isinstance(shards, str) else _sequence(shards, "shard")):
-            plan = plan.shard(*patterns)
-        stages = data.get("stages") or {}
-        if not isinstance(stages, Mapping):
-            raise PlanError(f"'stages' maps stage numbers to lists of patterns; got {type(stages).__name__}")
-        for key, value in stages.items():
-            if not str(key).isdecimal():
-                raise PlanError(f"a stage index is a whole number from 0 up; got {key!r}")
-            plan = plan.stage(int(key), *((value,) if isinstance(value, str) else _sequence(value, f"stages[{key}]")))
+        for key, value in data.items():
+            plan = plan._with_entry(key, value)
         return plan
+
+    def _with_entry(self, key: Any, value: Any) -> ParallelPlan:
+        """A plan that also has what one key of a dict says; None says nothing."""
+        if key == "shard":
+            patterns = _patterns(value, "shard")
+            return self.shard(*patterns) if patterns else self
+        if key != "stages":
+            raise PlanError(f"unknown key {key!r} in a plan; a plan has 'shard' and 'stages'")
+        if value is not None and not isinstance(value, Mapping):
+            raise PlanError(f"'stages' maps stage numbers to lists of patterns; got {type(value).__name__}")
+        plan = self
+        for index, patterns in (value or {}).items():
+            plan = plan._with_stage(index, patterns)
+        return plan
+
+    def _with_stage(self, key: Any, value: Any) -> ParallelPlan:
+        if isinstance(key, bool) or not isinstance(key, int | str) or not str(key).isdecimal():
+            raise PlanError(f"a stage index is a whole number from 0 up; got {key!r}")
+        return self.stage(int(key), *_patterns(value, f"stages[{key}]"))
 
     def to_json(self) -> str:
         """:meth:`to_dict` as JSON."""
@@ -202,10 +213,47 @@ class ParallelPlan:
             PlanError: the text is not JSON, or not a plan.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_without_repeats)
         except json.JSONDecodeError as error:
             raise PlanError(f"not a JSON text: {error}") from error
         return cls.from_dict(data)
+
+    def to_yaml(self) -> str:
+        """:meth:`to_dict` as YAML.
+
+        Raises:
+            PlanError: PyYAML is not installed.
+        """
+        text: str = _yaml().safe_dump(self.to_dict(), sort_keys=False)
+        return text
+
+    @classmethod
+    def from_yaml(cls, text: str) -> ParallelPlan:
+        """The plan in a YAML text; see :meth:`from_dict`. Each name in it is a string: modules may be called ``0`` or ``no``.
+
+        Example::
+
+            plan = ParallelPlan.from_yaml("{shard: ['layers.*', embed], stages: {0: [embed, layers.0-3], 1: [layers.4-7]}}")
+
+        Raises:
+            PlanError: the text is not YAML, or not a plan; says in which line. Or PyYAML is not installed.
+        """
+        yaml = _yaml()
+        try:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            hint = "\na name that begins with * must be in quotes" if "alias" in str(error) else ""
+            raise PlanError(f"not a YAML text: {error}{hint}") from error
+        plan = cls()
+        for key, node in _pairs(root, "a plan is a mapping with the keys 'shard' and 'stages'"):
+            if key.value == "stages" and not _is_empty(node):
+                for index, patterns in _pairs(node, "'stages' maps stage numbers to lists of patterns"):
+                    with _in_line(index):
+                        plan = plan._with_stage(index.value, _plain(patterns))
+            else:
+                with _in_line(key):
+                    plan = plan._with_entry(key.value, _plain(node))
+        return plan
 
 
 def shard(*patterns: str) -> ParallelPlan:
@@ -236,10 +284,23 @@ def _checked(patterns: tuple[str, ...], where: str) -> tuple[str, ...]:
     return patterns
 
 
-def _sequence(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, Sequence):
-        raise PlanError(f"{where} is a list of patterns; got {type(value).__name__}")
+def _patterns(value: Any, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"{where} is a list of patterns; got {value!r} ({type(value).__name__})")
     return tuple(value)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise PlanError(f"the key {key!r} is given twice; put what belongs to it into one list")
+        found[key] = value
+    return found
 
 
 def _nothing_found(what: str, pattern: str, names: Iterable[str], *, hint: str) -> PlanError:
@@ -252,3 +313,66 @@ def _nothing_found(what: str, pattern: str, names: Iterable[str], *, hint: str) 
         pattern=pattern,
         near=near,
     )
+
+
+# YAML is read by its nodes: they know their lines, and have not been made numbers and truth values yet.
+
+
+def _yaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError as error:
+        raise PlanError(
+            "plans in YAML need PyYAML: pip install 'stepwell-graphpasses[yaml]', or use to_json and from_json"
+        ) from error
+
+
+def _pairs(node: Any, what: str) -> list[tuple[Any, Any]]:
+    """Keys and values of a mapping; no key twice."""
+    if node is None:
+        raise PlanError(f"{what}; got an empty text")
+    with _in_line(node):
+        if node.id != "mapping":
+            raise PlanError(f"{what}; got a {node.id}")
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        with _in_line(key):
+            if key.id != "scalar":
+                raise PlanError(f"a key is a name or a number; got a {key.id}")
+            if key.value in lines:
+                raise PlanError(f"the key {key.value!r} is given twice, first in line {lines[key.value]}")
+        lines[key.value] = key.start_mark.line + 1
+    return list(node.value)
+
+
+def _plain(node: Any) -> Any:
+    """A name, a list of names, or None."""
+    if _is_empty(node):
+        return None
+    if node.id == "scalar":
+        return node.value
+    for item in node.value if node.id == "sequence" else (node,):
+        with _in_line(item):
+            if item.id != "scalar" or _is_empty(item):
+                raise PlanError(f"expected a pattern or a list of patterns; got {_kind(item)}")
+    return [item.value for item in node.value]
+
+
+def _kind(node: Any) -> str:
+    return "nothing" if _is_empty(node) else f"a {node.id}"
+
+
+def _is_empty(node: Any) -> bool:
+    return bool(node.id == "scalar" and node.tag == "tag:yaml.org,2002:null")
+
+
+@contextmanager
+def _in_line(node: Any) -> Iterator[None]:
+    """Errors within say in which line they are, unless they do already."""
+    try:
+        yield
+    except PlanError as error:
+        if str(error).startswith("line "):
+            raise
+        line = f"line {node.start_mark.line + 1}: {error}"
+        raise PlanError(line, pattern=error.pattern, near=error.near) from error
