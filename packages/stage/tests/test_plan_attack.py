@@ -225,11 +225,12 @@ def test_the_first_wrong_action_of_a_plan_is_named(seed: int) -> None:
 
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(ChannelPolicy), rules=RULES)
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_a_disturbed_plan_is_proved_if_it_runs_and_refused_if_it_blocks(
-    seed: int, policy: ChannelPolicy, rules: Rules
-) -> None:
+def test_what_is_proved_runs_and_what_is_refused_blocks(seed: int, policy: ChannelPolicy, rules: Rules) -> None:
+    """On a transport that keeps no more than the rules promise; plans as they are lowered, and disturbed ones."""
     rng = random.Random(seed)
-    plan = disturbed(rng, random_plan(rng))
+    plan = random_plan(rng)
+    if rng.random() < 0.7:
+        plan = disturbed(rng, plan)
     if len(plan.actions) == 1 or first_wrong(plan) is not None:
         return
     try:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import threading
-from collections.abc import Callable
-
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from stepwell_meta import TensorMeta
-from stepwell_p2p import ChannelPolicy, Edge, LoopbackFabric, Op, OpKind, Recv, Rules, Send, Transport
-from stepwell_p2p.exceptions import DeadlockError, PeerFailure, TransportError
+from stepwell_p2p import Rules
+from stepwell_p2p.exceptions import DeadlockError
 from stepwell_stage import Action, Kind, Plan, PlanProof, lower, prove
 from stepwell_stage.exceptions import ScheduleError
-from stepwell_stage.plan._random import random_links, random_schedule
 from stepwell_stage.schedules import custom, gpipe, one_f_one_b
 
 FIFO = Rules(tagged=False, rendezvous=True)
@@ -155,75 +146,3 @@ def test_p029_one_microbatch_is_proved_like_many() -> None:
 def test_unknown_policies_are_refused() -> None:
     with pytest.raises(ValueError, match="no channel policy is named 'mine'"):
         prove(plan_of(*GOOD), FIFO, channels="mine")
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    policy=st.sampled_from(ChannelPolicy),
-    rules=st.builds(Rules, tagged=st.just(False), rendezvous=st.booleans()),
-)
-@settings(max_examples=40, deadline=None, derandomize=True)
-def test_what_is_proved_runs_and_what_is_refused_blocks(seed: int, policy: ChannelPolicy, rules: Rules) -> None:
-    rng = random.Random(seed)
-    schedule = random_schedule(rng, custom=True)
-    plan = lower(schedule, random_links(rng, schedule.placement.num_stages), prefetch=rng.randrange(3))
-    if len(plan.actions) == 1:
-        return
-    try:
-        prove(plan, rules, channels=policy)
-    except DeadlockError:
-        proved = False
-    else:
-        proved = True
-    assert _runs(plan, rules, policy) == proved
-
-
-def _runs(plan: Plan, rules: Rules, policy: ChannelPolicy) -> bool:
-    """Whether the plan's messages get through a real transport."""
-    size = len(plan.actions)
-    fabric = LoopbackFabric(size, rules=rules, channels=policy, timeout=20)
-    faults: list[BaseException] = []
-
-    def work(rank: int) -> None:
-        transport = fabric.transport(rank)
-        try:
-            _play(plan, rank, transport)
-        except (TransportError, PeerFailure) as error:
-            faults.append(error)
-            transport.abort(str(error))
-        finally:
-            transport.close()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return not faults
-
-
-def _play(plan: Plan, rank: int, transport: Transport) -> None:
-    ranks, meta = plan.placement.ranks, TensorMeta.from_tensor(torch.zeros(1))
-    open_ends: dict[tuple[Kind, int, int | None], list[Callable[[], object]]] = {}
-
-    def op(action: Action, peer: int) -> Op:
-        send = action.kind in (Kind.SEND_F, Kind.SEND_B)
-        source, destination = (action.stage, peer) if send else (peer, action.stage)
-        edge = Edge(ranks[source], ranks[destination])
-        return Op(OpKind(action.kind.value), edge, source, action.microbatch or 0, destination)
-
-    for action in plan.actions[rank]:
-        kind, key = action.kind, (action.stage, action.microbatch)
-        if kind in (Kind.SEND_F, Kind.SEND_B):
-            batch = [Send(op(action, peer), torch.zeros(1)) for peer in plan.peers(action)]
-            open_ends.setdefault((kind, *key), []).append(transport.post(batch).wait)
-        elif kind in (Kind.RECV_F, Kind.RECV_B):
-            receives = [Recv(op(action, peer), meta) for peer in plan.peers(action)]
-            open_ends.setdefault((kind, *key), []).append(transport.post(receives).wait)
-        else:
-            waited = {Kind.WAIT_F: Kind.SEND_F, Kind.WAIT_B: Kind.SEND_B, Kind.F: Kind.RECV_F}
-            for leaf in action.leaves:
-                if leaf.kind not in (Kind.W, Kind.CUSTOM):
-                    what = waited.get(leaf.kind, Kind.RECV_B)
-                    for wait in open_ends.pop((what, leaf.stage, leaf.microbatch), []):
-                        wait()

@@ -78,8 +78,8 @@ def from_csv(
         action.kind.is_compute or not action.kind.has_microbatch for row in rows for action in row
     ):
         raise ScheduleError(
-            f"{name}: there is {other}, but no SEND or RECV, which the plan of several ranks needs; leave {other} and its like out,"
-            " and name the stages to lower()"
+            f"{name}: there is {other}, but no SEND or RECV, which the plan of several ranks needs; leave {other} and its like"
+            " out, and name the stages to lower()"
         )
     chosen = _links(rows, schedule.placement) if links is None else links
     return Plan(schedule, tuple(sorted(set(chosen))), [_with_waits(row) for row in rows])
