@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+import copy
 
-from stepwell_stage import split
+import torch
+from stage_support import Threads
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stepwell_p2p import Transport
+from stepwell_stage import Executor, schedules, split
 
 
 class Scaled(nn.Module):
@@ -29,3 +34,37 @@ def test_glue_of_many_steps_is_followed_back_once() -> None:
     """Each value was followed back once for every path to it, twice as many with each step: a cut of SqueezeBert never ended."""
     cut = split(Scaled(60), 2, example=torch.ones(2, 4))
     assert dict(cut.module(1).named_parameters()).keys() == {"layers.1.weight", "layers.1.bias", "scale"}
+
+
+class ByForward(nn.Module):
+    """Calls its layers' forward by name, and one through a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:3]:
+            x = layer.forward(x).tanh()
+        return checkpoint(self.layers[3].forward, x, use_reentrant=False)
+
+
+def test_units_whose_forward_is_called_by_name(threads: Threads) -> None:
+    """They were taken for glue, so that one stage computed all of them: the encoder of SqueezeBert."""
+    model, x = ByForward().double(), torch.randn(6, 4).double()
+    whole = copy.deepcopy(model)
+    cut = split(model, 2, example=x)
+    assert cut.parts == (("layers.0", "layers.1"), ("layers.2", "layers.3"))
+    schedule = schedules.one_f_one_b(2, 3)
+
+    def on_rank(transport: Transport) -> None:
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        Executor(stages, schedule, Tensor.sum, loss_weights="sum").step(x=x, return_outputs=False)
+
+    threads(on_rank, 2)
+    for part in x.tensor_split(3):
+        whole(part).sum().backward()
+    for mine, plain in zip(model.parameters(), whole.parameters(), strict=True):
+        assert mine.grad is not None
+        assert plain.grad is not None
+        assert torch.equal(mine.grad, plain.grad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,16 +142,22 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @functools.cache
 def _unit_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same class, whose instances ask how they are to be called."""
+    """The same class, whose instances ask how they are to be called, also where their forward is called by its name."""
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        control, name = vars(self)[_OWN]
-        call = functools.partial(kind.__call__, self)
-        if control.glue is None or control.glue.inside:
-            return call(*args, **kwargs)
-        return control.glue.unit(name, self, call, args, kwargs)
+    def asking(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # what compiles a unit is within it
+                return method(self, *args, **kwargs)
+            control, name = vars(self)[_OWN]
+            if control.glue is None or control.glue.inside:
+                return method(self, *args, **kwargs)
+            return control.glue.unit(name, self, functools.partial(method, self), args, kwargs)
 
-    return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__, "__doc__": kind.__doc__})
+        return call
+
+    methods = {"__call__": asking(kind.__call__), "forward": asking(kind.forward)}
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
