@@ -402,3 +402,30 @@ def test_a_copy_is_independent() -> None:
     other.graph.lint()
     assert str(joint.graph) == text
     assert joint.gradients != other.gradients == ()
+
+
+def test_nodes_of_a_dynamic_capture_know_their_module_and_phase() -> None:
+    """Marks were counted in nodes, of which those that only said a size were taken out again: all later ones were beside it."""
+
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh() + x * len(x)
+            return x
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (model(x) - y).square().mean()
+
+    def marks(*, dynamic: bool) -> list[tuple[Any, str, str]]:
+        graph = trace(Sized(), loss, {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}, dynamic=dynamic).graph
+        calls = [node for node in graph.nodes if node.op == "call_function" and "sym_" not in node.name]
+        return [(node.target, node.meta["fqn"], node.meta["phase"]) for node in calls]
+
+    assert marks(dynamic=True) == marks(dynamic=False)
+    assert [phase for target, _, phase in marks(dynamic=True) if target is torch.ops.aten.ones_like.default] == [
+        "backward"
+    ]

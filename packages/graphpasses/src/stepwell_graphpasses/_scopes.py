@@ -1,7 +1,8 @@
 """Which module and which phase each node of a capture belongs to.
 
-While the step is traced, module hooks and autograd hooks leave marks: "from this many nodes on, module X". A backward node
-belongs to the module in whose forward its autograd node was made, which the order of creation tells.
+While the step is traced, module hooks and autograd hooks say what runs now, and nodes that were made since they last did get it
+written on: nodes cannot be counted, for what only says a size may be taken out of the graph again. A backward node belongs to
+the module in whose forward its autograd node was made, which the order of creation tells.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class Scopes:
     """Marks of one capture; mutable because it is a log.
 
     Attributes:
-        backward_start: number of nodes when backward began; None before.
+        in_backward: whether backward has begun.
         recomputed: whether a module ran again during backward (activation checkpointing).
     """
 
     def __init__(self) -> None:
-        self.backward_start: int | None = None
+        self.in_backward = False
         self.recomputed = False
         self._stack = [""]
-        self._node_marks: list[tuple[int, str]] = [(0, "")]
+        self._now = ("", "forward")
         self._autograd_marks: list[tuple[int, str]] = [(-1, "")]
 
     @contextmanager
@@ -48,8 +49,8 @@ class Scopes:
 
     def start_backward(self, roots: Sequence[torch.Tensor]) -> None:
         """Follow the autograd nodes behind ``roots`` from here on."""
-        graph = compat.current_graph()
-        self.backward_start = 0 if graph is None else len(graph.nodes)
+        self.in_backward = True
+        self._mark()
         seen: set[Any] = set()
         waiting = [root.grad_fn for root in roots]
         owners = _Steps(self._autograd_marks)
@@ -65,14 +66,11 @@ class Scopes:
 
     def annotate(self, graph: fx.Graph) -> None:
         """Write ``fqn`` and ``phase`` to every node."""
-        owners = _Steps(self._node_marks)
-        start = len(graph.nodes) if self.backward_start is None else self.backward_start
-        for index, node in enumerate(graph.nodes):
-            node.meta["fqn"] = "" if node.op == "output" else owners.at(index)
-            node.meta["phase"] = "backward" if index >= start else "forward"
+        self._write(graph)
+        graph.output_node().meta["fqn"] = ""
 
     def _enter(self, name: str) -> None:
-        self.recomputed |= self.backward_start is not None
+        self.recomputed |= self.in_backward
         self._stack.append(name)
         self._mark()
 
@@ -87,10 +85,18 @@ class Scopes:
     def _mark(self) -> None:
         graph = compat.current_graph()
         if graph is not None:
-            self._node_marks.append((len(graph.nodes), self._stack[-1]))
+            self._write(graph)
+        self._now = (self._stack[-1], "backward" if self.in_backward else "forward")
         number = compat.next_sequence_number()
-        if number is not None and self.backward_start is None:
+        if number is not None and not self.in_backward:
             self._autograd_marks.append((number, self._stack[-1]))
+
+    def _write(self, graph: fx.Graph) -> None:
+        """What runs now made the latest nodes."""
+        for node in reversed(graph.nodes):
+            if "phase" in node.meta:
+                return
+            node.meta["fqn"], node.meta["phase"] = self._now
 
 
 def _ignoring_gradients(jump: Callable[[str], None], name: str, _: Any) -> None:
