@@ -527,7 +527,9 @@ def test_another_version_of_torch_is_named() -> None:
 def test_values_that_skip_a_stage_of_the_same_rank_need_the_executor() -> None:
     wires = [Wire(0, 0, 1, 0), Wire(0, 0, 2, 1), Wire(1, 0, 2, 0)]
     stages = stages_of(scaled, scaled, lambda w, a, b: w * a + b, options=[{"wires": wires}] * 3)
-    with pytest.raises(StageUsageError, match=r"stages 0 and 2 are on one rank .* with stepwell_stage\.Executor"):
+    with pytest.raises(
+        PipeliningMetadataError, match=r"stage 2 takes values of stage 0, .* with stepwell_stage\.Executor"
+    ):
         prepare(stages, X)
 
 

@@ -200,6 +200,24 @@ def test_p150_when_a_stage_raises_under_torchs_schedules_every_rank_hears_it_in_
             assert "ZeroDivisionError" in words
 
 
+def without_inputs() -> tuple[str, float]:
+    transport = C10dTransport()
+    (stage,) = stages_on(range(2), transport)
+    schedule = pipelining.ScheduleGPipe(stage, 2, functional.mse_loss)
+    start = time.monotonic()
+    with pytest.raises((PipeliningMetadataError, PeerFailure)) as failure:
+        schedule.step(target=None if stage.is_first else batch()[1])
+    transport.close()
+    return str(failure.value), time.monotonic() - start
+
+
+def test_when_the_first_stage_gets_nothing_to_learn_from_every_rank_hears_it(workers: WorkerPool) -> None:
+    """The others waited for its first values until the backend's timeout."""
+    for words, seconds in workers.run(without_inputs, 2, deadline=40):
+        assert "stage 0 got no arguments to learn from" in words
+        assert seconds < 8
+
+
 def with_ties() -> str:
     """A parameter that two stages hold, tied for the executor or not yet."""
     transport = C10dTransport()

@@ -166,7 +166,7 @@ class TorchPrepare:
         if not self.is_first:
             before = self._hear(received_acc, self.stage_index - 1, OpKind.RECV_F).word
         word, state.heard = pass_on(self._whole, before, self._wiring, cut=Cut((), (0,)), has_backward=has_backward)
-        verdict = Verdict(attrs.evolve(word, error=word.error or (self._untied() if has_backward else None)))
+        verdict = Verdict(attrs.evolve(word, error=word.error or self._problem()))
         self._say(verdict, self.stage_index + 1, OpKind.SEND_F)
         return verdict
 
@@ -174,14 +174,15 @@ class TorchPrepare:
         """Hear the outcome from the last stage's side, and pass it on.
 
         Raises:
-            PipeliningMetadataError: the stages were told different things; on every rank.
+            PipeliningMetadataError: on every rank, when all its stages have passed the outcome on: the stages were told different
+                things, or one of them cannot run under a schedule of torch's.
         """
         if self.is_last:
             verdict = self._handed(received_result, Verdict, self.stage_index)
         else:
             verdict = self._hear(received_result, self.stage_index + 1, OpKind.RECV_B)
         self._say(verdict, self.stage_index - 1, OpKind.SEND_B)
-        if verdict.word.error is not None:
+        if verdict.word.error is not None and not any(self._is_here(stage) for stage in range(self.stage_index)):
             raise PipeliningMetadataError(verdict.word.error)
         self._torch.verdict = verdict
         return verdict
@@ -193,15 +194,29 @@ class TorchPrepare:
         tied = {group.name for name, group in self.tied.items() if name not in buffers}
         return tied.union(self.to_tie) - buffers
 
-    def _untied(self) -> str | None:
-        """Why tied parameters would not stay equal, if there are any."""
-        shared = sorted(self._tied_parameters())
-        if not shared:
-            return None
-        return (
-            f"stage {self.stage_index}: parameters are tied ({', '.join(shared)}), and torch's schedules do not add up their"
-            " gradients over the stages: run the stages with stepwell_stage.Executor, or tie nothing"
-        )
+    def _problem(self) -> str | None:
+        """Why this stage cannot run under a schedule of torch's, if it cannot."""
+        ranks, index = self.stage_index_to_group_rank, self.stage_index
+        if self.group_size > self.num_stages:
+            return f"the pipeline's group has {self.group_size} ranks for {self.num_stages} stages: give every rank a stage"
+        if self.shapes == "dynamic":
+            return (
+                'torch\'s schedules receive into buffers made beforehand, so shapes="dynamic" does not go with them: run the'
+                " stages with stepwell_stage.Executor"
+            )
+        beyond = [source for source in self._wiring.sources(index) if source != index - 1]
+        if beyond and (self._torch.ranks is not None or any(ranks[source] == ranks[index] for source in beyond)):
+            return (
+                f"stage {index} takes values of stage {beyond[0]}, and torch's schedules of several stages a rank carry values"
+                " only to the next stage: run such wires with stepwell_stage.Executor"
+            )
+        shared = sorted(self._tied_parameters()) if self._torch.has_backward else []
+        if shared:
+            return (
+                f"stage {index}: parameters are tied ({', '.join(shared)}), and torch's schedules do not add up their"
+                " gradients over the stages: run the stages with stepwell_stage.Executor, or tie nothing"
+            )
+        return None
 
     def _hear(self, handed: Verdict | None, neighbour: int, kind: OpKind) -> Verdict:
         if self._is_here(neighbour):
@@ -225,7 +240,7 @@ class TorchPrepare:
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """One number each way with each neighbour on another rank, each into a buffer of its own."""
         meta = TensorMeta((1,), (1,), torch.float32)
-        ops = OpsTransport(self._pipe)
+        ops = OpsTransport(self._pipe, self.stage_index_to_group_rank, has_backward=False)
         for neighbour, send, receive in (
             (self.stage_index - 1, OpKind.SEND_B, OpKind.RECV_F),
             (self.stage_index + 1, OpKind.SEND_F, OpKind.RECV_B),
@@ -256,19 +271,14 @@ class TorchPrepare:
         Returns:
             What the next stage takes, if it is on the same rank and nothing was declared.
         """
-        state = self._torch
-        if self.group_size > self.num_stages:
-            raise StageUsageError(
-                f"the pipeline's group has {self.group_size} ranks for {self.num_stages} stages: give every rank a stage"
-            )
-        if self.shapes == "dynamic":
-            raise StageUsageError(
-                'torch\'s schedules receive into buffers made beforehand, so shapes="dynamic" does not go with them: run the'
-                " stages with stepwell_stage.Executor"
-            )
         if has_backward is not None:
-            state.has_backward = has_backward
-        if state.has_backward and (problem := self._untied()) is not None:
+            self._torch.has_backward = has_backward
+        return self._compute("PREPARE", None, lambda: self._prepare_forward(num_microbatches, args, kwargs or {}))
+
+    def _prepare_forward(self, num_microbatches: int, args: Any, kwargs: Mapping[str, Any]) -> HandedForward | None:
+        state = self._torch
+        problem = self._problem()
+        if problem is not None:  # without a vote it comes to light here
             raise StageUsageError(problem)
         state.chunks = num_microbatches
         handed = None
@@ -279,9 +289,11 @@ class TorchPrepare:
                 place = (self.stage_index, destination)
                 looks[place] = declared_looks(self._whole, self._wiring.between(*place))
         else:
-            probe, handed = self._infer_forward(args, kwargs or {})
+            probe, handed = self._infer_forward(args, kwargs)
             outputs, looks = probe.output_meta, probe.looks
-        state.ops = OpsTransport(self._pipe) if self.group_size > 1 else None
+        state.ops = None
+        if self.group_size > 1:
+            state.ops = OpsTransport(self._pipe, self.stage_index_to_group_rank, has_backward=state.has_backward)
         transport = state.ops or self._pipe
         state.run = self._new_run(transport, num_microbatches, self.program)
         state.run.learn(looks, outputs)
@@ -296,7 +308,7 @@ class TorchPrepare:
         probe.learn({(link.place.source, link.place.destination): LinkLooks() for link in links}, None, first=True)
         probe.kwargs[0] = tree_map(own, dict(kwargs))
         if self.is_first:
-            probe.args[0] = tree_map(own, tuple(args) if args else self._examples())
+            probe.args[0] = tree_map(own, tuple(args) if args else self._examples(optional=bool(kwargs)))
         elif self._is_here(index - 1):
             before = self._handed(args, HandedForward, index - 1)
             probe.looks[index - 1, index].values[0] = select(before.look, self._wiring.between(index - 1, index))
@@ -340,12 +352,17 @@ class TorchPrepare:
                 f"stage {self.stage_index}: _prepare_forward_infra comes before _prepare_backward_infra",
                 stage=self.stage_index,
             )
+        run, probe = state.run, state.probe
         state.chunks = num_microbatches
         handed = None
-        if state.probe is not None and any(look.grads_of(0) is None for look in state.probe.looks.values()):
-            handed = self._infer_backward(state.probe, loss_fn, target, received_grad_meta, loss_kwargs or {})
-            state.run.learn(state.probe.looks, state.probe.output_meta)
-        describe(state, state.run, None)
+        if probe is not None and any(look.grads_of(0) is None for look in probe.looks.values()):
+            handed = self._compute(
+                "PREPARE",
+                None,
+                lambda: self._infer_backward(probe, loss_fn, target, received_grad_meta, loss_kwargs or {}),
+            )
+            run.learn(probe.looks, probe.output_meta)
+        describe(state, run, None)
         return handed
 
     def _infer_backward(
@@ -453,12 +470,14 @@ class TorchPrepare:
                 action=name,
             ) from error
 
-    def _examples(self) -> tuple[torch.Tensor, ...]:
-        """Stand-ins for the arguments that were declared.
+    def _examples(self, *, optional: bool) -> tuple[torch.Tensor, ...]:
+        """Stand-ins for the arguments that were declared, or nothing where there are others.
 
         Raises:
-            PipeliningMetadataError: none were.
+            PipeliningMetadataError: none were, and there are no others.
         """
+        if self.declared.inputs is None and optional:
+            return ()
         if self.declared.inputs is None:
             raise PipeliningMetadataError(
                 "stage 0 got no arguments to learn from, and no input_args were declared: pass a batch on its rank",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from stepwell_meta import ForwardMeta, TensorMeta
 from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import C10dTransport, Edge, Handle, Recv, Rules, Send, Transport
+from stepwell_p2p import C10dTransport, Edge, Handle, OpKind, Recv, Rules, Send, Transport
 
 from .._compat import tree_flatten, tree_map
 from ..exceptions import StageUsageError
@@ -38,10 +38,19 @@ class OpsTransport:
     transport, so that waiting for it ends as soon as any rank fails. Backends that run a batch as one call, as NCCL does, get
     their own ops, whose waits end when the transport aborts their communicators.
 
+    Torch's 1F1B waits for each send, which ends when it is received. Of a value that skips stages that may be far away: the first
+    stage waits for the last, which takes its next value when the first has taken a gradient. So where backwards follow, these
+    sends are waited for at the end of the step, by :meth:`finish`.
+
     Implements :class:`stepwell_p2p.Transport` but for its promise to start what is posted.
+
+    Args:
+        inner: what carries messages.
+        ranks: the rank of each stage.
+        has_backward: whether backwards follow.
     """
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, ranks: Mapping[int, int], *, has_backward: bool) -> None:
         if not isinstance(inner, C10dTransport):
             raise StageUsageError(
                 f"torch's schedules send over a process group, and a {type(inner).__qualname__} has none: give the stage a group,"
@@ -51,14 +60,17 @@ class OpsTransport:
         self.size = inner.size
         self.rules: Rules = inner.rules
         self._inner = inner
+        self._ranks = ranks
+        self._has_backward = has_backward
         self._ops: list[dist.P2POp] = []
+        self._under_way: list[Handle] = []
 
     def post(self, batch: Sequence[Send | Recv]) -> _Later:
         """Keep the messages; the handle is waited for when they have been run."""
         ops = self._inner.as_p2p_ops(batch)
         if self.rules.tagged:
             for item, op in zip(batch, ops, strict=True):
-                op.op = _Verb(self._inner, item)
+                op.op = _Verb(self._inner, item, self._under_way if self._skips(item) else None)
         self._ops += ops
         return _Later(
             [(item.meta, op, self._inner.device) for item, op in zip(batch, ops, strict=True) if isinstance(item, Recv)]
@@ -69,6 +81,22 @@ class OpsTransport:
         ops, self._ops = self._ops, []
         return ops
 
+    def finish(self) -> None:
+        """Wait for what nobody has waited for."""
+        while self._under_way:
+            self._under_way.pop().wait()
+
+    def clear(self) -> None:
+        """Forget it, after a failure."""
+        self._under_way.clear()
+
+    def _skips(self, item: Send | Recv) -> bool:
+        """Whether it is a send, in a step with backwards, to a stage that is no neighbour."""
+        if isinstance(item, Recv) or not self._has_backward:
+            return False
+        neighbour = item.op.stage + (1 if item.op.kind is OpKind.SEND_F else -1)
+        return self._ranks.get(neighbour) != item.op.edge.destination
+
     def abort(self, reason: str, **where: Any) -> None:
         """Tell the other ranks."""
         self._inner.abort(reason, **where)
@@ -78,35 +106,47 @@ class OpsTransport:
 
 
 class _Verb:
-    """Stands in an op in the place of ``isend`` or ``irecv``: starts the message on a transport."""
+    """Stands in an op in the place of ``isend`` or ``irecv``: starts the message on a transport.
 
-    def __init__(self, transport: Transport, item: Send | Recv) -> None:
+    Args:
+        transport: which.
+        item: the message.
+        under_way: takes its handle where the schedule is not to wait for it.
+    """
+
+    def __init__(self, transport: Transport, item: Send | Recv, under_way: list[Handle] | None) -> None:
         self.__name__ = "isend" if isinstance(item, Send) else "irecv"  # for the op's printed form
         self._transport = transport
         self._item = item
+        self._under_way = under_way
 
     def __call__(self, tensor: torch.Tensor, **_: Any) -> _Work:
         """Start it; group, peer and tag, which torch passes, are in the message."""
         item = self._item
         if isinstance(item, Recv):
             item = attrs.evolve(item, meta=TensorMeta.from_tensor(tensor), buffer=tensor)
-        return _Work(self._transport.post([item]))
+        handle = self._transport.post([item])
+        if self._under_way is None:
+            return _Work(handle)
+        self._under_way.append(handle)
+        return _Work(None)
 
 
 @attrs.frozen(eq=False)
 class _Work:
     """What of a ``torch.distributed.Work`` schedules use."""
 
-    handle: Handle
+    handle: Handle | None
 
     def wait(self) -> bool:
-        """Wait for the message.
+        """Wait for the message, if there is one to wait for.
 
         Raises:
             PeerFailure: a rank failed.
             TransportError: the network failed, or the transport's time is over.
         """
-        self.handle.wait()
+        if self.handle is not None:
+            self.handle.wait()
         return True
 
 
@@ -165,11 +205,6 @@ class TorchRun(StageRun):
         self._inboxes = {rank: Inbox(transport) for rank in range(transport.size) if rank != transport.rank}
 
         def place(source: int, destination: int) -> LinkPlace:
-            if ranks[source] == ranks[destination] and destination != source + 1:
-                raise StageUsageError(
-                    f"stages {source} and {destination} are on one rank with others between them, and torch's schedules hand"
-                    " values only to the next stage: run such wires with stepwell_stage.Executor"
-                )
             return LinkPlace(
                 source,
                 destination,

@@ -199,6 +199,8 @@ class TorchStage(TorchPrepare):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients over data-parallel replicas, then scale them; without backward, nothing."""
+        if self._torch.ops is not None:
+            self._torch.ops.finish()
         if self.has_backward:
             self._compute("REDUCE_GRAD", None, self.program.reduce_grads)
             self.program.reshard()  # some schedules have no action for it, and scaled are the sharded parameters' gradients
@@ -210,6 +212,8 @@ class TorchStage(TorchPrepare):
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in infos:
                 info.buffer = None
+        if self._torch.ops is not None:
+            self._torch.ops.clear()
         if self._torch.run is not None:
             self._torch.run.clear()
 
