@@ -150,3 +150,22 @@ def test_a_rank_that_hangs_is_named() -> None:
     fabric = ThreadFabric(2, lambda: LoopbackFabric(2).transport)
     outcomes = fabric.run(hang, deadline=0.2)
     assert [outcome.hung for outcome in outcomes] == [False, True]
+
+
+def test_a_transport_that_cannot_be_made_is_reported_with_its_error() -> None:
+    """Its rank was reported as one that still runs, after the whole deadline."""
+
+    def connect() -> Callable[[int], Transport]:
+        fabric = LoopbackFabric(4, timeout=1)
+
+        def make(rank: int) -> Transport:
+            if rank == 1:
+                raise RuntimeError("no such device")
+            return fabric.transport(rank)
+
+        return make
+
+    start = time.monotonic()
+    with pytest.raises(TransportCheckError, match="no such device"):
+        check_transport(lambda size: ThreadFabric(size, connect), checks=TRANSPORT_CHECKS[:1], deadline=60)
+    assert time.monotonic() - start < 10

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import stepwell_p2p._link as link_module
 from stepwell_meta import TensorMeta
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Edge, Op, OpKind, Placement, Recv, Send
+from stepwell_p2p import C10dTransport, Edge, Op, OpKind, Placement, Recv, Send, chain_wires
+from stepwell_p2p._board import FailureBoard, Note
 from stepwell_p2p._failure import Failure
 from stepwell_p2p.exceptions import PeerFailure, TransportError
 from stepwell_p2p.testing import Fault, FaultyTransport, die
@@ -234,3 +235,59 @@ def test_failure_records_travel_as_bytes() -> None:
     assert str(again.error()).startswith("rank 3, stage 1, microbatch 2, action B failed: x")
     assert "cannot be read" in Failure.from_bytes(b"\xff").reason
     assert "cannot be read" in Failure.from_bytes(b'{"other": 1}').reason
+
+
+def aborts_before_the_channels_open() -> tuple[float, str]:
+    transport = C10dTransport(timeout=60.0)
+    start = time.monotonic()
+    if transport.rank == 1:
+        transport.abort("no memory for its stage", stage=1)
+        time.sleep(3.0)
+        transport.close()
+        return 0.0, ""
+    with pytest.raises(PeerFailure) as caught:
+        transport.open(Placement.loop(3, 3), chain_wires(3))
+    seconds = time.monotonic() - start
+    transport.close()
+    return seconds, str(caught.value)
+
+
+def test_a_rank_that_fails_before_its_channels_open_ends_the_others_opening(workers: WorkerPool) -> None:
+    """They sat in gloo, which waits for a peer's address as long as the group's timeout says: half an hour by default."""
+    answers = workers.run(aborts_before_the_channels_open, 3)
+    for seconds, error in (answers[0], answers[2]):
+        assert "rank 1, stage 1 failed: no memory for its stage" in error
+        assert seconds < 5
+
+
+class CountingStore(dist.HashStore):
+    """Says how often it was asked."""
+
+    asked = 0
+
+    def get(self, key: str) -> bytes:
+        self.asked += 1
+        return bytes(super().get(key))
+
+
+class ManyWaits:
+    """A rank with a thousand receives under way, all from rank 1."""
+
+    def notes(self, older_than: float) -> list[Note]:
+        return [Note((1, 0, True, 0, number, 0, 0), "a receive", 1, "float32", 2.0, False) for number in range(1000)]
+
+    def wake(self, failure: Failure) -> None:
+        raise AssertionError(failure)
+
+
+def test_what_a_rank_asks_the_store_does_not_grow_with_what_is_under_way() -> None:
+    """Every message that took more than a second asked the store for its peer's notes, five times a second."""
+    store, watched = CountingStore(), ManyWaits()
+    theirs = FailureBoard(store, 1, 2, watched, stall_after=60)
+    theirs.publish()
+    theirs.close()
+    store.asked = 0
+    board = FailureBoard(store, 0, 2, watched, stall_after=60)
+    time.sleep(1.0)
+    board.close()
+    assert 1 <= store.asked <= 10

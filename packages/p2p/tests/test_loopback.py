@@ -6,6 +6,7 @@ import logging
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,14 +137,34 @@ def test_ranks_are_taken_once() -> None:
         LoopbackFabric(0)
 
 
-def test_closing_while_waiting_ends_the_wait() -> None:
+def test_closing_while_waiting_ends_that_wait_and_no_other() -> None:
+    """A wait of a closed rank slept on, and that rank was counted twice among those that cannot post any more: as a waiting
+    one and as a closed one. So the others were told that nothing moves while one of them was computing.
+    """
+    fabric = LoopbackFabric(3, timeout=30)
+    first, second, third = (fabric.transport(rank) for rank in range(3))
+    handles = [end.post([Recv(Op(OpKind.RECV_F, Edge(2, end.rank), 0, 0), META)]) for end in (first, second)]
+    with ThreadPoolExecutor(2) as threads:
+        ended, served = (threads.submit(handle.wait) for handle in handles)
+        time.sleep(0.2)
+        first.close()
+        with pytest.raises(P2PUsageError, match="rank 0 closed its transport while it waited"):
+            ended.result(timeout=5)
+        time.sleep(0.2)
+        third.post([Send(Op(OpKind.SEND_F, Edge(2, 1), 0, 0), torch.ones(4))])
+        assert torch.equal(served.result(timeout=5)[0], torch.ones(4))
+
+
+def test_an_op_is_refused_at_the_wrong_end_also_when_it_was_posted_before() -> None:
+    """What had been posted once was not looked at again, so a Send with a receive's op was taken for a message of its own."""
     fabric = LoopbackFabric(2)
-    first = fabric.transport(0)
-    fabric.transport(1)
-    handle = first.post([Recv(Op(OpKind.RECV_F, Edge(1, 0), 0, 0), META)])
-    threading.Timer(0.1, first.close).start()
-    with pytest.raises((P2PUsageError, TransportError)):
-        handle.wait()
+    first, second = fabric.transport(0), fabric.transport(1)
+    first.post([Send(THERE, torch.ones(4))])
+    second.post([Recv(THERE.mirror, META)]).wait()
+    with pytest.raises(P2PUsageError, match="a Send needs an op of that kind"):
+        second.post([Send(THERE.mirror, torch.ones(4))])
+    with pytest.raises(P2PUsageError, match="a Recv needs an op of that kind"):
+        first.post([Recv(THERE, META)])
 
 
 def test_nothing_is_kept_after_everybody_closed() -> None:

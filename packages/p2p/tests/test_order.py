@@ -371,3 +371,17 @@ def test_the_verdict_is_what_the_loopback_transport_does() -> None:
     with ThreadPoolExecutor(4) as threads:
         check_agreement(threads, tally)
     assert min(tally.get(kind, 0) for kind in ("fine", "order", "cycle")) > 100, tally  # no kind went untested
+
+
+def test_a_rank_without_a_sequence_is_named_as_such() -> None:
+    """The advice was to add the other end on a rank that does not exist."""
+    for peer in (2, -1):
+        with pytest.raises(P2PUsageError, match=f"there is no rank {peer}: the sequences are those of ranks 0 to 1"):
+            prove_order([[Post([Op(OpKind.SEND_F, Edge(0, peer), 0, 0)])], []], "per-edge", Rules(False, False))
+
+
+def test_what_is_no_step_is_refused() -> None:
+    """It counted as local work, so an order with a step of another kind was proved without that step."""
+    op = Op(OpKind.SEND_F, Edge(0, 1), 0, 0)
+    with pytest.raises(P2PUsageError, match="rank 1, step 0 is no Post, Wait or Work"):
+        prove_order([[Work("F0")], [op]], "per-edge", Rules(False, False))  # type: ignore[list-item]

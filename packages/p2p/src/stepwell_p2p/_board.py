@@ -24,6 +24,8 @@ from ._failure import Failure
 
 _log = logging.getLogger(__name__)
 
+_FAILURE = "failure"  # the key in the store
+
 _POLL = 0.2  # seconds between two looks at the store
 _LOST_AFTER = 1.0  # seconds that a store may be unreachable while something is pending
 _NOTE_AFTER = 1.0  # seconds after which an unfinished message is written down for the other ranks
@@ -63,6 +65,11 @@ class Watched(Protocol):
         ...
 
 
+def failure_in(store: dist.Store) -> Failure | None:
+    """The first failure that a rank of the group has reported, if any; see :class:`FailureBoard` for the store."""
+    return Failure.from_bytes(store.get(_FAILURE)) if store.check([_FAILURE]) else None
+
+
 class FailureBoard:
     """One rank's view of the first failure of its group.
 
@@ -94,7 +101,7 @@ class FailureBoard:
         with self._lock:
             if self.failure is None:
                 try:
-                    first = self._store.compare_set("failure", "", failure.to_bytes().decode())
+                    first = self._store.compare_set(_FAILURE, "", failure.to_bytes().decode())
                     self.failure = Failure.from_bytes(first)
                 except RuntimeError:  # the store's host is gone: the others will notice that by themselves
                     self.failure = failure
@@ -102,8 +109,8 @@ class FailureBoard:
 
     def look(self) -> Failure | None:
         """The first failure, if there is one by now. Asks the store."""
-        if self.failure is None and self._store.check(["failure"]):
-            self.failure = Failure.from_bytes(self._store.get("failure"))
+        if self.failure is None:
+            self.failure = failure_in(self._store)
         return self.failure
 
     def root_of(self, peer: int) -> tuple[int, str]:
@@ -188,16 +195,21 @@ class FailureBoard:
             self._noted = known
             self.publish()
         self._warn([note for note in notes if note.waiting and note.seconds >= self._stall_after])
+        forms = {
+            (peer, theirs.message): theirs.form
+            for peer in {note.peer for note in notes}
+            for theirs in self._notes_of(peer)
+        }
         for note in notes:
-            for theirs in self._notes_of(note.peer):
-                if theirs.message == note.message and theirs.form != note.form:
-                    return self.report(
-                        Failure(
-                            f"both ends of one message disagree: {note.words} is {note.form} on rank {self._rank}"
-                            f" and {theirs.form} on rank {note.peer}; agree on shape and dtype before posting",
-                            self._rank,
-                        )
+            form = forms.get((note.peer, note.message), note.form)
+            if form != note.form:
+                return self.report(
+                    Failure(
+                        f"both ends of one message disagree: {note.words} is {note.form} on rank {self._rank}"
+                        f" and {form} on rank {note.peer}; agree on shape and dtype before posting",
+                        self._rank,
                     )
+                )
         return None
 
     def _warn(self, stalled: Sequence[Note]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ._channels import ChannelPolicy
 from ._op import Op
-from ._step import Post, Step, Wait
+from ._step import Post, Step, Wait, Work
 from .exceptions import DeadlockError, P2PUsageError
 
 Lane = tuple[int, str]
@@ -103,12 +103,19 @@ class Ends:
                         f"rank {rank}, step {index} waits for step {step.post}, which is no earlier post"
                     )
                 program.append(~posted)
-            else:
+            elif isinstance(step, Work):
                 program.append(None)
+            else:
+                raise P2PUsageError(f"rank {rank}, step {index} is no Post, Wait or Work, but {step!r}")
         return program
 
     def _route(self, rank: int, op: Op) -> tuple[list[int], int, list[int]]:
         """Where ends of the same peer and kind go: the line in which they meet their other ends, and their lane."""
+        if not 0 <= op.peer < len(self.sequences):
+            raise P2PUsageError(
+                f"rank {rank} posts {op}, but there is no rank {op.peer}: the sequences are those of ranks 0 to"
+                f" {len(self.sequences) - 1}"
+            )
         channel = "" if self._tagged else self.policy.channel_of(op)
         line = self._lines[channel, op.edge.source, op.edge.destination][not op.kind.is_send]
         lane = self._lane_numbers.setdefault((rank, channel), len(self.lanes))

@@ -58,21 +58,25 @@ class ThreadFabric:
         start = time.monotonic()
 
         def rank_main(rank: int) -> None:
-            transport = make(rank)
+            transport = None
             try:
+                transport = make(rank)
                 value = program(transport, *args)
                 outcomes[rank] = Outcome(rank, value=value, seconds=time.monotonic() - start)
-            except SystemExit:
-                transport.abort("its thread ended")
-                outcomes[rank] = Outcome(rank, exit_code=1, seconds=time.monotonic() - start)
             except BaseException as error:  # whatever a program raises goes to the caller
                 seconds = time.monotonic() - start
-                outcomes[rank] = Outcome(
-                    rank, error=type(error).__name__, trace=traceback.format_exc(), seconds=seconds
-                )
-                transport.abort(f"{type(error).__name__}: {error}")
+                if isinstance(error, SystemExit):
+                    reason = "its thread ended"
+                    outcomes[rank] = Outcome(rank, exit_code=1, seconds=seconds)
+                else:
+                    reason = f"{type(error).__name__}: {error}"
+                    trace = traceback.format_exc()
+                    outcomes[rank] = Outcome(rank, error=type(error).__name__, trace=trace, seconds=seconds)
+                if transport is not None:
+                    transport.abort(reason)
             finally:
-                transport.close()
+                if transport is not None:
+                    transport.close()
 
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:

@@ -12,17 +12,20 @@ of their own, so that all hold equally many.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import attrs
 import torch.distributed as dist
 
+from ._board import failure_in
 from ._channels import Channel
 from ._compat import gloo_groups
 from .exceptions import TransportError
 
 _STILL_CONNECTING = timedelta(seconds=2)
+_PAUSE = 0.01  # seconds between two looks for a member
 
 
 @attrs.frozen(eq=False)
@@ -54,6 +57,10 @@ class ChannelGroup:
         if self.store is not None:
             with contextlib.suppress(RuntimeError):  # one that failed never comes, and the store may be gone
                 self.store.wait([f"up/{rank}" for rank in self.channel.ranks], _STILL_CONNECTING)
+        self.drop()
+
+    def drop(self) -> None:
+        """Release sockets and threads now, after a failure."""
         if isinstance(self.group, dist.ProcessGroup):
             if dist.is_initialized():
                 dist.destroy_process_group(self.group)
@@ -67,31 +74,46 @@ def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, time
     Args:
         channels: the channels of the pipeline.
         rank: this rank's number in the pipeline group.
-        store: shared by the ranks of the pipeline, fresh for this use.
+        store: shared by the ranks of the pipeline, fresh for this use; where they report failures.
         timeout: how long to wait for a peer, now and in every later operation.
 
     Raises:
+        PeerFailure: a rank reported a failure meanwhile.
         TransportError: a peer did not come in time.
     """
     make = gloo_groups(timeout)
     groups: list[ChannelGroup] = []
-    for channel in channels:
-        if rank not in channel.ranks:
-            continue
-        inner = dist.PrefixStore(f"channel/{channel.name}", store)
-        try:
-            group = make(inner, channel.ranks.index(rank), len(channel.ranks))
-        except RuntimeError as error:
-            others = ", ".join(str(other) for other in channel.ranks if other != rank)
-            for made in groups:
-                made.close()
-            raise TransportError(
-                f"rank {rank} could not open channel {channel.name}: rank {others} did not connect within"
-                f" {timeout.total_seconds():g} s ({error})"
-            ) from error
-        inner.set(f"up/{rank}", "")
-        groups.append(ChannelGroup(channel, group, "gloo", inner))
+    try:
+        for channel in channels:
+            if rank in channel.ranks:
+                inner = dist.PrefixStore(f"channel/{channel.name}", store)
+                _wait_for_members(channel, rank, store, inner, timeout)
+                group = make(inner, channel.ranks.index(rank), len(channel.ranks))
+                inner.set(f"up/{rank}", "")
+                groups.append(ChannelGroup(channel, group, "gloo", inner))
+    except (RuntimeError, TransportError) as error:
+        for made in groups:
+            made.drop()
+        if isinstance(error, TransportError):
+            raise
+        raise TransportError(f"rank {rank} could not open its channels: a peer left meanwhile ({error})") from error
     return groups
+
+
+def _wait_for_members(channel: Channel, rank: int, board: dist.Store, store: dist.Store, timeout: timedelta) -> None:
+    """Until every member is about to make its group: gloo, which waits for them too, would not hear of a failure."""
+    store.set(f"here/{rank}", "")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while absent := [other for other in channel.ranks if not store.check([f"here/{other}"])]:
+        failure = failure_in(board)
+        if failure is not None:
+            raise failure.error()
+        if time.monotonic() > deadline:
+            raise TransportError(
+                f"rank {rank} could not open channel {channel.name}: rank {', '.join(map(str, absent))} did not connect within"
+                f" {timeout.total_seconds():g} s; every rank of the group opens the same channels"
+            )
+        time.sleep(_PAUSE)
 
 
 def open_registered(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -54,14 +52,10 @@ def prove_order(
     Raises:
         DeadlockError: a message has one end only, the ends of a channel disagree about the order, or ranks wait for each
             other in a cycle; the message tells the shortest such cycle.
-        P2PUsageError: a sequence is malformed: an op of another rank, or a wait for what was not posted.
+        P2PUsageError: a sequence is malformed: an op of another rank, or of a rank that has no sequence, a wait for what was
+            not posted, or something that is no step.
     """
     policy = channels.policy if isinstance(channels, ChannelMap) else ChannelPolicy.of(channels)
-    with _collector_paused():
-        return _prove(sequences, policy, rules)
-
-
-def _prove(sequences: Sequence[Sequence[Step]], policy: ChannelPolicy, rules: Rules) -> OrderProof:
     ends = Ends(sequences, policy, tagged=rules.tagged)
     problem = _find_problem(ends, rules)
     if problem is None:
@@ -75,18 +69,6 @@ def _prove(sequences: Sequence[Sequence[Step]], policy: ChannelPolicy, rules: Ru
     raise DeadlockError(
         f"{problem}{advice}", kind=problem.kind, cycle=problem.cycle, safe_policy=safe.value if safe else None
     )
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Nothing here makes reference cycles, but the collector would go through a million steps again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _safe_policy(sequences: Sequence[Sequence[Step]], policy: ChannelPolicy, rules: Rules) -> ChannelPolicy | None:

@@ -163,8 +163,10 @@ class LoopbackFabric:
                     self._activate_group(lane[0])
 
     def _check_stuck(self) -> None:
-        """End every wait if no rank is left that could still post something."""
-        waiting = [batch for batch in self._waiting if batch is not None and not batch.over]
+        """End every wait if no rank is left that could still post something. A wait of a closed rank ends anyway."""
+        waiting = [
+            batch for batch in self._waiting if batch is not None and not batch.over and not self._closed[batch.rank]
+        ]
         if not waiting or len(waiting) + sum(self._closed) < self.size:
             return
         stuck = "; ".join(f"rank {batch.rank} waits for {describe(batch.open_ops())}" for batch in waiting)
@@ -185,6 +187,7 @@ class LoopbackFabric:
     def _close(self, rank: int) -> None:
         self._closed[rank] = True
         self._pending[rank].clear()
+        self._wakes[rank].notify_all()
         self._check_stuck()
         if all(self._closed):  # nobody is left to take what was sent and not received
             self._sends.clear()
@@ -296,8 +299,9 @@ class LoopbackTransport:
         fabric = self.fabric
         handle = _Batch(fabric, self.rank, self.device)
         for item in batch:
-            if item.op not in self._checked:
-                check_op(item.op, self.rank, self.size, is_send=isinstance(item, Send))
+            is_send = isinstance(item, Send)
+            if item.op not in self._checked or item.op.kind.is_send is not is_send:
+                check_op(item.op, self.rank, self.size, is_send=is_send)
                 self._checked.add(item.op)
             if isinstance(item, Send):
                 handle.pieces.append(_Piece(item, handle, _hand_over(item)))
