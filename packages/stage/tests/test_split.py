@@ -152,6 +152,26 @@ def test_a_model_on_the_meta_device(threads: Callable[..., Any]) -> None:
     assert found[0][1] & found[1][1] == {"scale"}  # what glue reads everywhere; all else is made once
 
 
+def test_a_tied_weight_on_the_meta_device() -> None:
+    """Another stage's unit held the weight too, on the meta device still, and glue met its result together with real tensors."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embed(ids) + torch.ones(4))
+
+    model = Tied()
+    with torch.device("meta"):
+        cut = split(Tied(), 2, example=torch.zeros(3, dtype=torch.long))
+    last = cut.module(1, device="cpu", init_fn=lambda part: part.load_state_dict({"head.weight": model.head.weight}))
+    ids = torch.tensor([1, 4, 2])
+    torch.testing.assert_close(last(model.embed(ids) + 1, ids=ids), model(ids))
+
+
 def test_evaluation_frozen_layers_clipping_and_buffers(threads: Callable[..., Any]) -> None:
     model = make()
     model.layers[0].requires_grad_(False)

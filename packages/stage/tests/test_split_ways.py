@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepwell_p2p import Transport
+from stepwell_meta.exceptions import StepwellError
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import C10dTransport, Transport
 from stepwell_stage import Executor, Schedule, schedules, split, tie
+from stepwell_stage.exceptions import StageUsageError
 
 Inputs = Mapping[str, Any]
 
@@ -27,7 +31,7 @@ def rows_of(part: Inputs) -> int:
 
 def plain(model: nn.Module, steps: Sequence[Sequence[Inputs]]) -> tuple[list[float], dict[str, Tensor | None]]:
     """The loss of each step in one process, microbatch by microbatch, and the gradients of all of them."""
-    losses = []
+    model, losses = copy.deepcopy(model), []
     for parts in steps:
         total, size = 0.0, sum(map(rows_of, parts))
         for part in parts:
@@ -163,3 +167,407 @@ def test_a_tower_for_some_batches(threads: Callable[..., Any], name: str) -> Non
         [words(7, 1), seen(8, 3), words(9, 2)],
     ]
     check(threads, make(Vision), [words(0), seen(0)], steps, name)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("interleaved-1f1b", 2), ("zbv", 2), ("1f1b", 1)])
+def test_the_second_way_first_and_inputs_on_the_first_rank(threads: Callable[..., Any], name: str, ranks: int) -> None:
+    """Stages that are not given the inputs are told of what kind they are."""
+    steps = [[words(1, 3), words(2, 3)], [seen(3, 1), words(4, 2)]]
+    examples = [seen(0), words(0)]
+    check(threads, make(Vision), examples, steps, name, ranks, inputs="first")
+    check(threads, make(Vision), examples, [[words(1, 3)], [seen(5)]], "gpipe", ranks)
+
+
+class Switches(nn.Module):
+    """Layers in a row; which of them run, and what joins them, is decided by ``decide`` at each."""
+
+    def __init__(self, decide: Callable[[Any, int, Tensor], bool], layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.decide = decide
+
+    def forward(self, x: Tensor, how: Any = None) -> Tensor:
+        kept = x
+        for number, layer in enumerate(self.layers):
+            if self.decide(how, number, x):
+                x = layer(x)
+                kept = kept + x
+            else:
+                x = x * 0.5
+        return x + kept
+
+
+def numbers(seed: int, size: int = 2, length: int = 4) -> Tensor:
+    return torch.randn(size, length, 8, generator=draw(seed)).double()
+
+
+def keeps(how: Any, number: int, x: Tensor) -> bool:
+    return bool(how[number])
+
+
+def switched(*keep: int) -> tuple[bool, ...]:
+    return tuple(map(bool, keep))
+
+
+WAYS = {
+    "all": switched(1, 1, 1, 1, 1, 1),
+    "the first idle": switched(0, 0, 1, 1, 1, 1),
+    "the last idle": switched(1, 1, 1, 1, 0, 0),
+    "one in the middle idle": switched(1, 1, 0, 0, 1, 1),
+    "only the first": switched(1, 0, 0, 0, 0, 0),
+    "only the last": switched(0, 0, 0, 0, 0, 1),
+    "here and there": switched(0, 1, 0, 1, 0, 1),
+}
+
+
+def of_way(name: str, seed: int, size: int = 2) -> dict[str, Any]:
+    return {"x": numbers(seed, size), "how": WAYS[name]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_that_are_left_out(threads: Callable[..., Any], way: str) -> None:
+    """What decides is no tensor, so all ways have inputs that look the same; stages without any unit pass on what they must."""
+    model = make(lambda: Switches(keeps))
+    examples = [of_way(name, 0) for name in WAYS]
+    steps = [[of_way(way, 1), of_way(way, 2)], [of_way("all", 3), of_way(way, 4)]]
+    for name, ranks in (("1f1b", 3), ("zbv", 2)):
+        check(threads, model, examples, steps, name, ranks, shapes="dynamic")
+    check(threads, model, examples, steps, "gpipe", 3, shapes="dynamic", inputs="first")
+
+
+def test_every_way_in_one_batch(threads: Callable[..., Any]) -> None:
+    step = [of_way(name, number, 1 + number % 3) for number, name in enumerate(WAYS)]
+    for name in ("1f1b", "zbv"):
+        check(
+            threads, make(lambda: Switches(keeps)), [of_way(name, 0) for name in WAYS], [step], name, shapes="dynamic"
+        )
+
+
+def any_set(how: Tensor, number: int, x: Tensor) -> bool:
+    return bool(how[:, number].any())
+
+
+def test_a_branch_on_data_that_every_stage_has(threads: Callable[..., Any]) -> None:
+    def masked(seed: int, *columns: int) -> dict[str, Tensor]:
+        mask = torch.zeros(2, 6, dtype=torch.bool)
+        mask[seed % 2, list(columns)] = True
+        return {"x": numbers(seed), "how": mask}
+
+    sets = ((0, 1, 2, 3, 4, 5), (2, 3, 4, 5), (0, 1, 5))
+    examples = [masked(0, *columns) for columns in sets]
+    steps = [[masked(n, *columns) for n, columns in enumerate(sets)], [masked(5, *sets[1])] * 3]
+    for options in ({}, {"inputs": "first"}):
+        check(threads, make(lambda: Switches(any_set)), examples, steps, "1f1b", 3, shapes="dynamic", **options)
+
+
+def far_from_zero(how: Any, number: int, x: Tensor) -> bool:
+    """Of what the layers before make."""
+    return number not in (2, 4) or float(x.detach().mean()) > 0
+
+
+def test_a_branch_on_data_that_layers_make(threads: Callable[..., Any]) -> None:
+    """The value that decides crosses, and stages that are done by then do not care."""
+    model = make(lambda: Switches(far_from_zero))
+    examples = [{"x": numbers(0).abs() + 5}, {"x": -numbers(0).abs() - 5}]
+    parts = [{"x": numbers(n) * 0.1 + 5 * (-1) ** n} for n in range(4)]
+    for name, ranks in (("1f1b", 3), ("zbv", 2), ("1f1b", 2)):
+        check(threads, model, examples, [parts], name, ranks, shapes="dynamic")
+
+
+class Tasks(nn.Module):
+    """An adapter for one task; a second head that is there if it is asked for; one norm used in two places, by task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.adapter = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 3)
+        self.second = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, task: str = "a", second: bool = False) -> Any:
+        x = self.blocks[0](x)
+        if task == "b":
+            x = x + self.adapter(self.norm(x))
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        if task == "a":
+            x = self.norm(x)
+        loss = self.head(x).square().mean()
+        if second:
+            loss = loss + self.second(x).tanh().square().mean()
+        return {"loss": loss}
+
+
+def task(seed: int, size: int = 2, **how: Any) -> dict[str, Any]:
+    return {"x": numbers(seed, size), **how}
+
+
+def test_tasks_by_name(threads: Callable[..., Any]) -> None:
+    """What crosses looks the same for both tasks if there are two stages, so their shapes may be static; the norm is tied."""
+    model = make(Tasks)
+    examples = [task(0), task(0, task="b"), task(0, second=True)]
+    parts = [task(1), task(2, task="b"), task(3, second=True, task="a")]
+    steps = [parts[:2], parts[1:], [parts[1], parts[1]], parts[:2]]
+    said = check(threads, model, examples, steps)
+    assert "tied: 'norm.weight' on stages 0, 1" in said
+    assert "from stage 0: a result of 'blocks.1', 512 bytes in every way" in said
+    for name in ("zbv", "interleaved-1f1b"):
+        said = check(threads, model, examples, steps, name, shapes="dynamic")
+        assert "from stage 0: a result of 'norm', 512 bytes in ways[0]" in said
+    check(threads, model, examples, [parts, parts[1:] * 2][:1], "gpipe", 3, inputs="first")
+
+
+def test_one_that_left_out_an_input_may_pass_its_default(threads: Callable[..., Any]) -> None:
+    parts = [task(1, task="a", second=False), task(2, task="b", second=False)]
+    for options in ({}, {"inputs": "first"}):
+        check(threads, make(Tasks), [task(0, task="b"), task(0)], [parts], **options)
+
+
+class Long(nn.Module):
+    """An encoder that short inputs skip, and a unit of which no stage knows beforehand whether the next part takes its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if x.shape[1] > 4:
+            self.seen += 1
+            for block in self.encoder:
+                y = block(y) * (1 + self.seen)
+        return self.last(y.mean(1) + x[:, 0])
+
+
+def test_an_encoder_for_long_inputs_only(threads: Callable[..., Any]) -> None:
+    """A size decides, and glue counts how often."""
+    lengths = [[3, 6, 4], [6, 6, 6], [2, 2, 2], [9, 3, 5]]
+    steps = [[{"x": numbers(n, 3, length)} for n, length in enumerate(row)] for row in lengths]
+    examples = [{"x": numbers(0, 2, 4)}, {"x": numbers(0, 2, 6)}]
+    for name, ranks in (("1f1b", 3), ("zb-h1", 2)):
+        check(threads, make(Long), examples, steps, name, ranks)
+
+
+class Either(nn.Module):
+    """The same calls and operations in both ways, on other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor, left: bool = True) -> Tensor:
+        first = self.layers[0](x)
+        second = self.layers[1](x)
+        third = self.layers[2](second if left else first)
+        y = self.layers[3]((first if left else second) * 2 + third)
+        return self.layers[5](self.layers[4](y + (third if left else second).sin()) + (x if left else first))
+
+
+def test_ways_that_cannot_be_told_apart_by_what_runs(threads: Callable[..., Any]) -> None:
+    examples = [{"x": numbers(0), "left": True}, {"x": numbers(0), "left": False}]
+    steps = [[{"x": numbers(n), "left": n % 3 > 0} for n in range(3)]] * 2
+    for name, ranks in (("1f1b", 4), ("1f1b", 6), ("zbv", 2)):
+        check(threads, make(Either), examples, steps, name, ranks)
+
+
+def test_an_example_that_goes_a_way_again(threads: Callable[..., Any]) -> None:
+    check(threads, make(Vision), [words(0), words(1, 3, 4), words(2)], [[words(3, 1), words(4)]])
+
+
+def evaluated(transport: Transport, model: nn.Module, steps: Sequence[Sequence[Inputs]]) -> list[Any]:
+    schedule = schedules.one_f_one_b(transport.size, 2)
+    cut = split(model, transport.size, example=words(0), ways=[seen(0), {"ids": words(0)["ids"]}])
+    executor = Executor(cut.stages(schedule.placement, transport.rank, "cpu", transport=transport), schedule, loss_of)
+    tie(executor, cut.tied)
+    executor.step(kwarg_mbs=[dict(part) for part in steps[0]], return_outputs=False)
+    return [executor.eval(kwarg_mbs=[dict(part) for part in step]) for step in steps]
+
+
+def test_evaluation_goes_its_own_ways(threads: Callable[..., Any]) -> None:
+    """Trained with labels, evaluated with and without; a batch of images and one of words alone."""
+    steps = [[words(1), words(2)], [seen(3), seen(4)], [{"ids": words(5)["ids"]}, {"ids": words(6, 1)["ids"]}]]
+    model = make(Vision)
+    models = [copy.deepcopy(model) for _ in range(3)]
+    found = threads(lambda transport: evaluated(transport, models[transport.rank], steps), 3)
+    for step, outputs in zip(steps, found[2], strict=True):
+        wanted = torch.cat([model(**part)["scores"] for part in step])
+        torch.testing.assert_close(outputs["scores"], wanted, rtol=1e-12, atol=1e-12)
+
+
+def on_gloo(name: str, ranks: int) -> dict[str, float]:
+    transport = C10dTransport()
+    steps = [[words(1, 3), seen(2, 2), words(3, 1)], [seen(4), seen(5), seen(6)], [words(7), words(8), words(9)]]
+    _, wanted = plain(make(Vision), steps)
+    schedule = schedules.BY_NAME[name](ranks, 3)
+    _, grads, _ = on_rank(transport, make(Vision), [words(0), seen(0)], steps, schedule, {})
+    transport.close()
+    found = {}
+    for key, grad in grads.items():
+        expected = wanted[key]
+        assert (grad is None) == (expected is None)
+        if grad is not None and expected is not None:
+            found[key] = float((grad - expected).abs().max())
+    return found
+
+
+def test_on_processes(workers: WorkerPool) -> None:
+    for name, ranks in (("1f1b", 4), ("zbv", 2)):
+        found = {key: value for one in workers.run(on_gloo, ranks, name, ranks) for key, value in one.items()}
+        assert dict(make(Vision).named_parameters()).keys() <= found.keys()
+        assert max(found.values()) < 1e-12
+
+
+def test_a_model_on_the_meta_device(threads: Callable[..., Any]) -> None:
+    model = make(Vision)
+    steps = [[words(1), seen(2)]]
+    losses, grads = plain(model, steps)
+    values = model.state_dict()
+
+    def one(transport: Transport) -> tuple[list[float], dict[str, Tensor | None]]:
+        with torch.device("meta"):
+            empty = Vision().double()
+        schedule = schedules.one_f_one_b(transport.size, 2)
+        cut = split(empty, transport.size, example=words(0), ways=[seen(0)])
+
+        def init(part: nn.Module) -> None:
+            part.load_state_dict({name: values[name] for name in part.state_dict()})
+
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport, init_fn=init)
+        executor = Executor(stages, schedule, loss_of)
+        tie(executor, cut.tied)
+        executor.step(kwarg_mbs=steps[0], return_outputs=False)
+        assert isinstance(stages[0].submodule, nn.Module)
+        mine = {name: parameter.grad for name, parameter in stages[0].submodule.named_parameters()}
+        return [] if executor.loss is None else [executor.loss.item()], mine
+
+    found = threads(one, 3)
+    assert [mine for mine, _ in found if mine] == [[pytest.approx(loss, rel=1e-12) for loss in losses]]
+    for name, grad in {name: grad for _, mine in found for name, grad in mine.items()}.items():
+        torch.testing.assert_close(grad, grads[name], rtol=1e-10, atol=1e-13)
+
+
+def refused(threads: Callable[..., Any], message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(StepwellError, match=message):
+        check(threads, *args, **options)
+
+
+def test_a_way_that_no_example_showed(threads: Callable[..., Any]) -> None:
+    model = make(lambda: Switches(keeps))
+    examples = [of_way("all", 0), of_way("the last idle", 0), of_way("one in the middle idle", 0)]
+    for way in ("the first idle", "only the first", "here and there"):
+        refused(
+            threads,
+            r"another way than with any example: .* came there, and now .* split with an example for this way too \(ways=\)",
+            model,
+            examples,
+            [[of_way("all", 1), of_way(way, 2)]],
+            shapes="dynamic",
+        )
+    unseen = {"ids": words(1)["ids"], "pixels": seen(1)["pixels"]}
+    message = (
+        r"was given ids, pixels, and no example has these and no others: ids, labels; ids, labels, pixels; split with"
+    )
+    refused(threads, message, make(Vision), [words(0), seen(0)], [[words(1), unseen]])
+    message = r"stage 0 was given task='c', or tensors .*unlike any example.* \(ways=\), or with inputs=\"every\""
+    refused(
+        threads,
+        message,
+        make(Tasks),
+        [task(0), task(0, task="b")],
+        [[task(1), task(2, task="c")]],
+        inputs="first",
+    )
+
+
+def test_a_forward_that_ends_early(threads: Callable[..., Any]) -> None:
+    """What was to be sent was looked up by name, and was not there."""
+
+    class Early(Switches):
+        def forward(self, x: Tensor, how: Any = None) -> Tensor:
+            x = self.layers[0](x)
+            return x if how else super().forward(x, WAYS["all"])
+
+    message = (
+        r"forward ended before 'layers\.0', which came next in the example: split with an example for this way too"
+    )
+    model, steps = make(lambda: Early(keeps)), [[{"x": numbers(1), "how": True}]]
+    refused(threads, message, model, [{"x": numbers(0), "how": False}], steps)
+    check(threads, model, [{"x": numbers(0), "how": False}, {"x": numbers(0), "how": True}], steps, ranks=3)
+
+
+def test_ways_of_inputs_that_look_the_same(threads: Callable[..., Any]) -> None:
+    """Static shapes are those of the first microbatch with such inputs; another way has others."""
+    model = make(lambda: Switches(keeps))
+    examples = [of_way("all", 0), of_way("the last idle", 0), of_way("only the last", 0)]
+    steps = [[of_way("all", 1)] * 2, [of_way("all", 1), of_way("only the last", 2)]]
+    refused(
+        threads,
+        r'(?s)stage 0: .*if these depend on the data, build the stages with shapes="dynamic"',
+        model,
+        examples,
+        steps,
+    )
+
+
+def test_ranks_that_do_not_go_the_same_way(threads: Callable[..., Any]) -> None:
+    """A stage took what another had made in another way for its own."""
+    rank_of = {}
+
+    def differs(how: Any, number: int, x: Tensor) -> bool:
+        return number != 1 or rank_of.get(threading.get_ident(), how) == 0
+
+    def one(transport: Transport) -> None:
+        schedule = schedules.one_f_one_b(transport.size, 2)
+        model = make(lambda: Switches(differs, 3))
+        cut = split(model, {"layers.2": 1}, example={"x": numbers(0), "how": 0}, ways=[{"x": numbers(0), "how": 1}])
+        executor = Executor(
+            cut.stages(schedule.placement, transport.rank, "cpu", transport=transport), schedule, loss_of
+        )
+        rank_of[threading.get_ident()] = transport.rank
+        executor.step(x=numbers(1), how=0, return_outputs=False)
+
+    with pytest.raises(
+        StageUsageError, match=r"stage 1 went another way than a stage before it: .* the same on every rank"
+    ):
+        threads(one, 2)
+
+
+def test_what_cannot_be_known_is_refused() -> None:
+    class Counted(Switches):
+        """A layer says to Python by data what comes next."""
+
+        def forward(self, x: Tensor, how: Any = None) -> Tensor:
+            for layer in self.layers:
+                x, is_large = layer(x)
+                x = x * 2 if is_large else x.relu()
+            return x
+
+    class Says(Block):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y, bool(y.detach().mean() > 0)
+
+    model = make(lambda: Counted(keeps))
+    model.layers = nn.ModuleList(Says().double() for _ in range(3))
+    with pytest.raises(
+        StageUsageError, match=r"unit 'layers\.0' gives Python another number, or structure, in one way"
+    ):
+        split(model, 2, example={"x": numbers(0) + 5}, ways=[{"x": numbers(0) - 5}])
+    cut = split(make(Tasks), 2, example=task(0, task="b"), ways=[task(0, task="c")])
+    with pytest.raises(StageUsageError, match="was given no task, which is another in one example than in the next"):
+        cut.module(0)(x=numbers(0))
+
+
+def test_what_is_said_of_ways() -> None:
+    cut = split(make(Vision), 3, example=words(0), ways=[seen(0)])
+    said = cut.describe()
+    assert cut.parts[0] == ("embed", "tower.0", "tower.1")
+    assert "a result of 'blocks.1', 640 bytes in the example; a result of 'blocks.1', 1,024 bytes in ways[0]" in said
+    assert "from stage 0: a result of 'tower.1', 384 bytes in ways[0]" in said
+    assert split(make(Vision), 2, example=seen(0), ways=[words(0)]).costs.keys() == cut.costs.keys()
+    timed = split(make(Vision), 2, example=words(0), ways=[seen(0)], costs="time").costs
+    assert min(timed[f"tower.{number}"] for number in range(3)) > 0

@@ -143,6 +143,20 @@ class _Needs:
         self.num_stages = num_stages
         self.ranks = ranks
         self.inputs_everywhere = inputs_everywhere
+        self.barriers = [self._barriers(way) for way in range(len(owners))]
+
+    def _barriers(self, way: int) -> list[float]:
+        """For each stage the number that it cannot reach, since Python looks there at what a later stage makes."""
+        recording = self.ways.recordings[way]
+        levels: list[int] = []
+        for value in recording.values:
+            is_made = value.origin is Origin.CALL
+            before = (levels[parent] for parent in value.parents)
+            levels.append(self.owners[way][value.key[0]] if is_made else max(before, default=0))
+        return [
+            min((read.number for read in recording.reads if levels[read.value] > stage), default=inf)
+            for stage in range(self.num_stages)
+        ]
 
     def solve(self, reads: Iterable[tuple[int, int, int]]) -> _Solution:
         """Stage by stage, the first first, so that it is known what each one before has."""
@@ -335,7 +349,10 @@ class _Solution:
         having = [
             earlier
             for earlier in range(stage)
-            if all(self.real[earlier][way][position] for way, position in self._same(place))
+            if all(
+                self.real[earlier][way][position] and value.key[0] < self.needs.barriers[way][earlier]
+                for way, position in self._same(place)
+            )
         ]
         if not having:
             return None

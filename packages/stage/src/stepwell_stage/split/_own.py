@@ -116,9 +116,10 @@ def copy_structure(
             f"{type(model).__name__} cannot be cut, for its structure cannot be copied: {error}; wrap parts in DDP or FSDP2,"
             " compile or otherwise change them after the split, on the stages' modules"
         ) from error
-    absent = {id(tensor) for key, tensor in memo_before.items() if key not in kept}
-    named = dict(named_tensors(new))
     foreign = [memo[id(unit)] for name, unit in units.items() if name not in own]
+    absent = {id(tensor) for key, tensor in memo_before.items() if key not in kept}
+    absent |= _forget_meta(new, foreign, absence)
+    named = dict(named_tensors(new))
     away = absent.union(map(id, foreign))
     hidden = []
     for module in new.modules():
@@ -132,6 +133,30 @@ def copy_structure(
         vars(mine)[_OWN] = (control, name)
         mine.__class__ = _unit_class(mine.__class__)
     return new, control
+
+
+def _forget_meta(root: nn.Module, foreign: Sequence[nn.Module], absence: Absence) -> set[int]:
+    """Make absent what foreign units have on the meta device: it is held under another name, and gets its values only there.
+
+    Returns:
+        The absent tensors, by identity.
+    """
+    here = {id(module) for module in _outside(root, set(map(id, foreign)))}
+    made: dict[int, torch.Tensor] = {}
+    for module in (module for unit in foreign for module in unit.modules() if id(module) not in here):
+        for place in (module._parameters, module._buffers):
+            for name, tensor in place.items():
+                if tensor is not None and tensor.is_meta:
+                    place[name] = made.setdefault(id(tensor), absence.parameter(tensor))
+    return set(map(id, made.values()))
+
+
+def _outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """What is reached without going into these units."""
+    if id(module) not in units:
+        yield module
+        for child in module.children():
+            yield from _outside(child, units)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

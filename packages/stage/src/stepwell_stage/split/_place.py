@@ -9,6 +9,33 @@ from ._values import Call, Origin, Recording
 from ._ways import Ways
 
 
+def order_units(ways: Ways, prices: Mapping[str, float]) -> list[str]:
+    """All units in an order in which they run, in every way; where two ways disagree, the cheaper unit comes early.
+
+    For that one is called again later, in the other way, and may be needed on two stages. Units that exclude each other take
+    turns, so that stages are even in each way.
+
+    Args:
+        ways: the model's forwards.
+        prices: what each unit costs.
+    """
+    rows = [list(dict.fromkeys(call.unit for call in recording.calls)) for recording in ways.recordings]
+    lengths = [sum(prices[name] for name in row) or 1.0 for row in rows]
+    order: list[str] = []
+    while any(rows):
+        heads: dict[str, float] = {}  # what comes next in each way, and how much of the way is left
+        for row, length in zip(rows, lengths, strict=True):
+            if row:
+                heads.setdefault(row[0], sum(prices[name] for name in row) / length)
+        free = [name for name in heads if not any(name in row[1:] for row in rows)]
+        name = max(free, key=heads.__getitem__) if free else min(heads, key=prices.__getitem__)
+        order.append(name)
+        for row in rows:
+            if name in row:
+                row.remove(name)
+    return order
+
+
 def place_calls(ways: Ways, stages: Mapping[str, int], fixed: Iterable[str] = ()) -> tuple[dict[int, int], ...]:
     """The stage of each call of a unit, in each way.
 

@@ -23,7 +23,7 @@ from ._hold import Holding, hold
 from ._inputs import Inputs, Kinds
 from ._look import Look, branches, look_at, look_for
 from ._own import copy_structure
-from ._place import place_calls
+from ._place import order_units, place_calls
 from ._units import Branch, given_units, matching, near
 from ._values import INPUTS, ROUTE, TOKEN, Call, Key
 from ._ways import Ways
@@ -288,18 +288,19 @@ def split(
         look = look_for(model, kinds, tree, count, with_time=costs == "time")
     else:
         look = look_at(model, kinds, given_units(tree, units), with_time=costs == "time")
-    order = look.ways.units()
-    if not order:
+    called = look.ways.units()
+    if not called:
         raise StageUsageError(
             f"the example calls no unit of {type(model).__name__}: a unit is called as a module that is reached through self, not"
             " by its forward method nor through a closure; name modules that are with units="
         )
-    if len(order) < count:
+    if len(called) < count:
         raise StageUsageError(
-            f"{type(model).__name__} has {len(order)} units that the example calls, too few for {count} stages:"
-            f" {in_a_row(order)}; use fewer stages, or name smaller units with units="
+            f"{type(model).__name__} has {len(called)} units that the example calls, too few for {count} stages:"
+            f" {in_a_row(called)}; use fewer stages, or name smaller units with units="
         )
-    prices = _prices(costs, look, order)
+    prices = _prices(costs, look, list(called))
+    order = order_units(look.ways, prices)
     where = _balanced(look.ways, order, prices, count) if given is None else _given_stages(given, order, count)
     owners = place_calls(look.ways, where, order if given is not None else ())
     _check_checkpoints(look.ways, owners)

@@ -44,18 +44,9 @@ class Ways:
         """The ways that are one with this up to and including a number."""
         return [other for other, parts_at in enumerate(self.parting[way]) if parts_at > number]
 
-    def units(self) -> list[str]:
-        """All units that are called, in the order in which they run, also those that only some ways call."""
-        order: list[str] = []
-        for recording in self.recordings:
-            place = 0
-            for name in dict.fromkeys(call.unit for call in recording.calls):
-                if name in order:
-                    place = max(place, order.index(name) + 1)
-                else:
-                    order.insert(place, name)
-                    place += 1
-        return order
+    def units(self) -> dict[str, None]:
+        """All units that are called."""
+        return dict.fromkeys(call.unit for recording in self.recordings for call in recording.calls)
 
 
 def join(recordings: Sequence[Recording], kinds: Sequence[Hashable]) -> Ways:
