@@ -12,7 +12,7 @@ import pytest
 
 import stepwell._cli as cli
 from stepwell._cli import main
-from stepwell_stage import lower, to_perfetto
+from stepwell_stage import lower
 from stepwell_stage.schedules import custom, interleaved_1f1b, one_f_one_b, to_csv
 
 COSTS = {
@@ -105,11 +105,65 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "F0" in text
 
 
-def test_pictures_of_other_kinds_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text(to_perfetto())
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (["--picture", "a.gif"], "a picture is an .svg, .png or .json (Perfetto) file, got a.gif"),
+        (["--picture", "nowhere/a.svg"], "there is no folder nowhere"),
+        (["--csv", "nowhere/a.csv"], "there is no folder nowhere"),
+    ],
+)
+def test_where_results_go_is_checked_before_they_are_worked_out(
+    capsys: pytest.CaptureFixture[str], costs: Path, option: list[str], sentence: str
+) -> None:
+    """The search ran to its end, minutes later perhaps, and then its result was lost for the name of a file."""
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(costs), "--ranks", "2", "--batch", "4", *option])
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_plan_takes_edges_that_differ(capsys: pytest.CaptureFixture[str], costs: Path) -> None:
+    """They were refused, since a file cannot hold an EdgeCost."""
+    size = ["--ranks", 2, "--batch", 4, "--schedules", "1f1b"]
+    quick = as_json(capsys, "plan", costs, *size)["choices"][0]
+    costs.write_text(json.dumps(COSTS | {"edges": [{"source": 0, "destination": 1, "latency": 0.5, "bandwidth": 1e9}]}))
+    assert as_json(capsys, "plan", costs, *size)["choices"][0]["seconds"] > quick["seconds"] + 0.5
+    costs.write_text(json.dumps(COSTS | {"edges": [{"source": 0}]}))
+    assert "is no file of costs" in as_json(capsys, "plan", costs, *size, code=1)["error"]
+
+
+def test_numbers_are_not_cut_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even at 80 columns the seconds of the best plans were cut to the same digits, and an ellipsis."""
+    to_csv(one_f_one_b(2, 3), tmp_path / "[bold]a.csv")
+    size = ["--ranks", 2, "--batch", 4, "--microbatches", 4, "--schedules", "1f1b,zbv"]
+    numbers = [f"{choice['seconds']:.4g} " for choice in as_json(capsys, "plan", costs, *size)["choices"]]
+    for columns in (20, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = as_text(capsys, "prove", tmp_path / "[bold]a.csv")
+        assert "…" not in shown
+        assert "[bold]a is" in shown
+        shown = as_text(capsys, "plan", costs, *size)
+        assert "…" not in shown
+        assert all(number in shown for number in numbers)
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """`stepwell … --json | head` ended in a BrokenPipeError's traceback, a full disk in an OSError's."""
     to_csv(one_f_one_b(2, 2), tmp_path / "a.csv")
-    found = as_json(capsys, "timeline", tmp_path / "a.csv", "--picture", tmp_path / "a.gif", code=1)
-    assert "a picture is an .svg, .png or .json (Perfetto) file, got a.gif" in found["error"]
+    command = [sys.executable, "-m", "stepwell", "prove", str(tmp_path / "a.csv"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        started.stdout.close()
+        assert (started.stderr.read(), started.wait(60)) == (b"", 1)
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.stderr.count("\n"), done.returncode) == (1, 1)
+        assert done.stderr.startswith("stepwell: ")
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +202,13 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["plan", "x.json"], ["plan", "x", "--ranks", "2", "--batch", "2", "--memory", "big"]]
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["plan", "x.json"],
+        *(["plan", "x", "--ranks", "2", "--batch", "2", "--memory", size] for size in ("big", "inf", "-1")),
+    ],
 )
 def test_arguments_that_make_no_sense(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
 from stepwell._cli_doctor import doctor
 from stepwell._cli_plan import add_plan, add_prove, add_timeline
-from stepwell._cli_report import Report
+from stepwell._cli_report import Report, Table
 from stepwell_meta.exceptions import StepwellError
 
 
@@ -51,10 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             sys.stderr.write(f"stepwell: {error}\n")
         return 1
-    if options.json:
-        sys.stdout.write(json.dumps({"ok": report.ok, **report.data}, indent=2) + "\n")
-    else:
-        _print(report)
+    try:
+        if options.json:
+            sys.stdout.write(json.dumps({"ok": report.ok, **report.data}, indent=2) + "\n")
+        else:
+            _print(report)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        if not isinstance(error, BrokenPipeError):  # then whoever read, head for example, has seen enough
+            sys.stderr.write(f"stepwell: {error}\n")
+        return 1
     return 0 if report.ok else 1
 
 
@@ -68,16 +76,26 @@ def _has_rich() -> bool:
 
 def _print(report: Report) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
     console = Console()
     for shown in report.tables:
-        table = Table(title=shown.title, title_justify="left", title_style="bold", header_style="bold")
+        table = RichTable(title=Text(shown.title), title_justify="left", title_style="bold", header_style="bold")
         for number, name in enumerate(shown.columns):
-            table.add_column(name, justify=shown.justify if number else "left", no_wrap=number == 0)
+            last = number == len(shown.columns) - 1
+            table.add_column(name, justify=shown.justify if number else "left", no_wrap=not last)
         for row in shown.rows:
             table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
+        least = _least_width(shown)
+        table.width = least if least > console.width else None
+        console.print(table, no_wrap=True, crop=False)
     for text in report.texts(console.width):
         console.print(Text(text), no_wrap=True, crop=True)
+
+
+def _least_width(shown: Table) -> int:
+    """What a table needs, for numbers are never cut: in a narrow terminal it goes beyond the edge. Its last column wraps."""
+    *whole, last = zip(shown.columns, *shown.rows, strict=True)
+    lines = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in whole]
+    return sum(lines) + max(len(word) for cell in last for word in cell.split()) + 3 * len(shown.columns) + 1

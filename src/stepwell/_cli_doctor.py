@@ -123,7 +123,11 @@ def _loopback() -> None:
 
 
 def _two_processes(backend: str) -> None:
-    context = multiprocessing.get_context("spawn")
+    # Importing torch takes longer than all else here: where that is possible one process does it, and is then doubled.
+    context = multiprocessing.get_context(
+        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else None
+    )
+    context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
         processes = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stepwell.exceptions import PipelineError
 from stepwell_p2p import ChannelPolicy, Rules
 from stepwell_stage import (
     Costs,
+    EdgeCost,
     Layer,
     Plan,
     Timeline,
@@ -39,6 +41,7 @@ The file of costs is JSON; times are seconds for one sample, sizes are bytes for
    "latency": 2e-5, "bandwidth": 1.2e10}
 
 "count" repeats a layer; only "forward" and "backward" are needed. "parameter_bytes" are of the layer, whatever the batch.
+Edges that differ: "edges": [{"source": 0, "destination": 1, "latency": 1e-3, "bandwidth": 1e9}], from rank to rank.
 """
 
 
@@ -58,8 +61,10 @@ def add_plan(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=_numbers, help="numbers of microbatches to try, for example 8,16")
     parser.add_argument("--stages-per-rank", type=_numbers, default=[1, 2, 3, 4], help="for example 1,2")
     parser.add_argument("--schedules", type=lambda text: text.split(","), help="names to try, for example 1f1b,zbv")
-    parser.add_argument("--csv", type=Path, help="write the best schedule to this file")
-    parser.add_argument("--picture", type=Path, help="draw the best plan to this .svg, .png or .json (Perfetto) file")
+    parser.add_argument("--csv", type=_target, help="write the best schedule to this file")
+    parser.add_argument(
+        "--picture", type=_picture, help="draw the best plan to this .svg, .png or .json (Perfetto) file"
+    )
     parser.set_defaults(run=_plan)
 
 
@@ -83,7 +88,7 @@ def add_timeline(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward", type=float, default=1.0, help="seconds of an F, for simulations")
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of a B; I and W take half each")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds of a message")
-    parser.add_argument("--picture", type=Path, help="draw to this .svg, .png or .json (Perfetto) file")
+    parser.add_argument("--picture", type=_picture, help="draw to this .svg, .png or .json (Perfetto) file")
     parser.set_defaults(run=_timeline)
 
 
@@ -117,21 +122,27 @@ def _plan(options: argparse.Namespace) -> Report:
     ]
     table = Table(
         f"Plans for {len(layers)} layers on {options.ranks} ranks, {options.batch} samples a step",
-        ("schedule", "M", "stages a rank", "seconds", "bubble", "bytes at most", "first layer of each stage"),
+        ("schedule", "M", "stages\na rank", "seconds\na step", "bubble", "bytes\nat most", "layers of\neach stage"),
         [
             (
                 choice["schedule"],
                 choice["num_microbatches"],
                 choice["stages_per_rank"],
-                f"{choice['seconds']:.6g}",
+                f"{choice['seconds']:.4g}",
                 f"{choice['bubble']:.1%}",
                 _bytes(max(choice["peak_bytes"])),
-                " ".join(map(str, choice["cuts"])),
+                _layers(choice["cuts"], len(layers)),
             )
             for choice in choices
         ],
     )
     return Report({"choices": choices}, (table,), lambda width: [timeline.to_text(width)])
+
+
+def _layers(cuts: Sequence[int], num_layers: int) -> str:
+    """How many layers each stage has, in short where all have as many."""
+    counts = [end - start for start, end in itertools.pairwise((*cuts, num_layers))]
+    return f"{counts[0]} each" if len(set(counts)) == 1 else " ".join(map(str, counts))
 
 
 def _prove(options: argparse.Namespace) -> Report:
@@ -198,10 +209,23 @@ def _draw(timelines: Iterable[Timeline], file: Path | None) -> None:
         to_svg(*timelines, path=file)
     elif file.suffix == ".png":
         to_png(*timelines, path=file)
-    elif file.suffix == ".json":
-        to_perfetto(*timelines, path=file)
     else:
-        raise PipelineError(f"a picture is an .svg, .png or .json (Perfetto) file, got {file.name}")
+        to_perfetto(*timelines, path=file)
+
+
+def _target(text: str) -> Path:
+    """A file to write; known to be possible before anything is worked out for it."""
+    file = Path(text)
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
+    return file
+
+
+def _picture(text: str) -> Path:
+    file = _target(text)
+    if file.suffix not in (".svg", ".png", ".json"):
+        raise argparse.ArgumentTypeError(f"a picture is an .svg, .png or .json (Perfetto) file, got {file.name}")
+    return file
 
 
 def _read_costs(file: Path) -> tuple[list[Layer], Costs]:
@@ -212,7 +236,8 @@ def _read_costs(file: Path) -> tuple[list[Layer], Costs]:
             for entry in content.pop("layers")
             for _ in range(entry.get("count", 1))
         ]
-        network = attrs.evolve(Costs.uniform(1), **content)
+        edges = [EdgeCost(**edge) for edge in content.pop("edges", ())]
+        network = attrs.evolve(Costs.uniform(1), edges=edges, **content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PipelineError(
             f"{file} is no file of costs ({type(error).__name__}: {error}); see stepwell plan --help"
@@ -240,9 +265,12 @@ def _size(text: str) -> int:
     if unit not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 40GiB or 8e9")
     try:
-        return int(float(number) * _UNITS[unit])
-    except ValueError:
+        size = int(float(number) * _UNITS[unit])
+    except (ValueError, OverflowError):  # of infinity
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 40GiB or 8e9") from None
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than nothing")
+    return size
 
 
 def _numbers(text: str) -> list[int]:
