@@ -88,6 +88,10 @@ class Link:
         self.users = 0
         self.failure: Failure | None = None
         self.pending: dict[Any, None] = {}
+        # Small values of the latest receive, let go of when this rank waits for the next. gloo's thread wakes whoever waits while
+        # it still uses the receive itself; who lets go of it then must give way until that thread is done, which in the end takes
+        # longer than the message did. For large values memory counts more than that.
+        self.received: list[Flight] = []
         self.counts: defaultdict[Op, itertools.count[int]] = defaultdict(itertools.count)  # messages posted under an op
         name = _agree_on_name(group, device, self.timeout)
         self._store = dist.PrefixStore(f"stepwell-p2p/{name}", own_connection(group.get_group_store()))
@@ -181,6 +185,7 @@ class Link:
         """Release groups and thread."""
         self.board.close()
         self.pending.clear()
+        self.received.clear()
         for group in self.groups.values():
             group.close()
         self.groups.clear()

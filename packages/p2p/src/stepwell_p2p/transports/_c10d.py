@@ -380,6 +380,8 @@ class _Batch:
         if self not in link.pending:
             raise P2PUsageError(f"rank {self.transport.rank} waits on a transport that it has closed")
         self.waiting_since = start = time.monotonic()
+        if self.received:
+            link.received = []
         timeout = link.own_timeout
         try:
             for flight in self.flights:
@@ -395,6 +397,8 @@ class _Batch:
                 flight.done = True
             if link.failure is not None:
                 raise link.failure.error()
+            if self.received and link.gloo:
+                link.received = [flight for flight in self.flights if flight.tensor.nbytes <= SMALL]
             self.flights = []  # the backend's handles hold the tensors
         finally:
             self.waiting_since = None
