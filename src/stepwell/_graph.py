@@ -30,7 +30,7 @@ def graph_pipeline(
 ) -> Pipeline:
     """A pipeline of the stages that a train step's graph was cut into, over the ranks of ``world``.
 
-    Each stage runs as graphs, with data parallelism inside where there is a mesh. The loss is within: every rank passes the inputs
+    Each stage runs as graphs, with data parallelism inside where there is a mesh. The loss is within: all ranks pass the inputs
     of the step to :meth:`Pipeline.step`, by name, and no target.
 
     Example::

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import fx
 
-from ._graph import phase_of, value_of
+from ._graph import is_view, phase_of, value_of
 from .exceptions import SplitError
 
 
@@ -119,9 +119,10 @@ class Carriers:
         """Find the wire on whose way back ``value`` goes from stage ``made`` to the earlier stage ``target``."""
         fitting = [d for d in drafts if _can_come_back(value) and _looks(d.value) == _looks(value)]
         free = [d for d in fitting if d.target == made and d.back is None]
-        chosen = next((d for d in free if d.source == target), None)
-        chosen = chosen or next((d for d in free if self._has(target, d.value)), None)
-        if chosen is None:
+        there = [d for d in free if d.source == target] or [d for d in free if self._has(target, d.value)]
+        if there:
+            chosen = min(there, key=lambda d: self._order(d, value))
+        else:
             # Nothing of this look is read there: what is at hand goes along, only to bring this back.
             known = next((d.value for d in fitting if self._has(target, d.value)), None)
             if known is None:
@@ -134,6 +135,23 @@ class Carriers:
             chosen = _Draft(known, target, made)
             drafts.append(chosen)
         chosen.source, chosen.back = target, value
+
+    def _order(self, draft: _Draft, value: fx.Node) -> tuple[int, int, int]:
+        """By which the wire comes first whose value has this gradient; the graph does not say, but leaves traces.
+
+        The backward of an operator mostly reads the other values that the operator read, or what it read or gave. And backward
+        goes through operators in reverse: of several gradients the first is that of the value whose first reader is the last.
+        """
+        users = [u for u in draft.value.users if self._stage.get(u) == draft.target and phase_of(u) == "forward"]
+        if not users:
+            return (0, 0, 0)
+        partners = {_base(node) for user in users for node in (*user.all_input_nodes, user)} - {_base(draft.value)}
+        score = 0
+        for term in _terms(value):
+            reads = {base for node in term.all_input_nodes if phase_of(base := _base(node)) == "forward"}
+            score += 2 * bool(reads & partners) + (_base(draft.value) in reads)
+        first = min(users, key=self._position.__getitem__)
+        return (-score, -self._position[first], first.all_input_nodes.index(draft.value))
 
     def _has(self, stage: int, value: fx.Node) -> bool:
         return self._stage[value] == stage or (value, stage) in self._down
@@ -150,3 +168,20 @@ def _looks(node: fx.Node) -> Any:
 def _can_come_back(node: fx.Node) -> bool:
     value = value_of(node)
     return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def _terms(value: fx.Node) -> list[fx.Node]:
+    """The terms of a sum of gradients, as operators made them."""
+    made = value
+    while is_view(made) and phase_of(made) == "backward":
+        made = made.all_input_nodes[0]
+    if made.target is not torch.ops.aten.add.Tensor or phase_of(made) == "forward":
+        return [made]
+    return [term for part in made.all_input_nodes for term in _terms(part)]
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a view of a view is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node

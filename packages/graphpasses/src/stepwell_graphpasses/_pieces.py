@@ -18,39 +18,29 @@ from .passes._split import Piece, pieces
 
 
 @attrs.frozen
-class MemoryOrder:
-    """How an example lies in memory. A value that travelled may lie otherwise, and views in a graph rely on it.
+class MemoryLayout:
+    """How an example lies in memory. What travelled may lie otherwise, and views in a graph rely on it.
 
     Attributes:
-        dims: the dims from the slowest to the fastest.
-        expanded: those among them along which one element is repeated.
+        strides: of the example.
+        dims: its dims, from the slowest to the fastest.
     """
 
+    strides: tuple[int, ...]
     dims: tuple[int, ...]
-    expanded: tuple[int, ...]
 
     @classmethod
-    def of(cls, example: torch.Tensor) -> MemoryOrder:
+    def of(cls, example: torch.Tensor) -> MemoryLayout:
         """That of an example."""
-        strides = [int(stride) for stride in example.stride()]
-        sizes = [int(size) for size in example.shape]
-        return cls(
-            tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim])),
-            tuple(dim for dim, stride in enumerate(strides) if stride == 0 and sizes[dim] > 1),
-        )
+        strides = tuple(int(stride) for stride in example.stride())
+        return cls(strides, tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim])))
 
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in this order; the tensor itself where it has it."""
-        strides = [tensor.stride(dim) for dim in self.dims if tensor.shape[dim] > 1]
-        repeated = [dim for dim in self.dims if tensor.shape[dim] > 1 and tensor.stride(dim) == 0]
-        if strides == sorted(strides, reverse=True) and sorted(repeated) == list(self.expanded):
+        """The same values, lying so, or densely in this order of dims, which allows every view that the example does."""
+        if tensor.stride() == self.strides or tensor.permute(self.dims).is_contiguous():
             return tensor
-        source, sizes = tensor, tensor.shape
-        for dim in self.expanded:
-            source = source.narrow(dim, 0, 1)
-        made = torch.empty([source.shape[dim] for dim in self.dims], dtype=tensor.dtype, device=tensor.device)
         back = sorted(range(len(self.dims)), key=self.dims.__getitem__)
-        return made.permute(back).copy_(source).expand(sizes)
+        return tensor.permute(self.dims).contiguous().permute(back)
 
 
 @attrs.frozen(eq=False)
@@ -88,13 +78,13 @@ class StagePieces:
     pieces: dict[str, Ready]
     whole: dict[str, Any] | None = None
     inputs: list[str] = attrs.field(init=False)
-    orders: list[MemoryOrder] = attrs.field(init=False)
+    layouts: list[MemoryLayout] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """The names of all inputs (parameters, buffers, tensors, gradients of outputs), and how tensors and gradients lie."""
         nodes = self.joint.placeholders
         self.inputs = [node.name for node in nodes]
-        self.orders = [MemoryOrder.of(value_of(n)) for n in nodes[len(self.joint.table) + len(self.joint.buffers) :]]
+        self.layouts = [MemoryLayout.of(value_of(n)) for n in nodes[len(self.joint.table) + len(self.joint.buffers) :]]
 
     @property
     def seeds(self) -> list[str]:
@@ -103,7 +93,7 @@ class StagePieces:
 
     def seed(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the ``number``-th differentiable output as the graph takes it."""
-        return self.orders[len(self.orders) - len(self.joint.extra_inputs) + number].laid_out(gradient)
+        return self.layouts[len(self.layouts) - len(self.joint.extra_inputs) + number].laid_out(gradient)
 
     def run(self, kind: str, known: dict[str, Any]) -> None:
         """Run a piece, where the stage has it."""

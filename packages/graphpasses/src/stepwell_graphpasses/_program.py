@@ -294,7 +294,7 @@ class GraphProgram:
     def _values(self, capture: StagePieces, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         live = self._live
         assert live is not None
-        laid_out = (order.laid_out(tensor.detach()) for order, tensor in zip(capture.orders, tensors, strict=False))
+        laid_out = (how.laid_out(tensor.detach()) for how, tensor in zip(capture.layouts, tensors, strict=False))
         return [*live.values(), *live.buffer_values(capture.joint.buffers), *laid_out]
 
     def _gather(self, capture: StagePieces) -> None:
