@@ -429,3 +429,48 @@ def test_nodes_of_a_dynamic_capture_know_their_module_and_phase() -> None:
     assert [phase for target, _, phase in marks(dynamic=True) if target is torch.ops.aten.ones_like.default] == [
         "backward"
     ]
+
+
+class Varied(nn.Module):
+    """Operators with several results, written constants, writes in place, draws, views, casts and resizing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.rnn = nn.GRU(6, 4, batch_first=True)
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.interpolate(self.norm(self.conv(x)), scale_factor=1.7, mode="bicubic").relu_()
+        z, _ = self.rnn(x[:, 0])
+        scale = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64).float()
+        y = y * scale.view(1, 4, 1, 1) + self.table.view(1, 4, 1, 1)
+        values, picks = F.dropout(y, 0.3).flatten(2).topk(2)
+        return values.mean(2) + picks.float().mean(2) + z.unbind(1)[0] + torch.where(y > 0, y, -1).std((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "inputs"),
+    [
+        (lambda: Varied(), support.mse_loss, {"x": torch.randn(3, 2, 6, 6), "y": torch.randn(3, 4)}),
+        (gpt(tied=True, dropout=0.3), support.gpt_loss, TOKENS),
+        (Checkpointed, support.mse_loss, {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}),
+    ],
+    ids=["varied", "gpt", "checkpointed"],
+)
+def test_the_quick_way_to_write_operators_down_gives_the_graph_of_make_fx_and_the_bits_of_eager(
+    make: Any, step: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Capturing 256 layers took minutes, most of them in what make_fx does around each operator.
+    from stepwell_graphpasses import _compat
+
+    quick = check(make, step, inputs) if make is not Checkpointed else trace(support.seeded(make), step, inputs)
+    monkeypatch.setattr(_compat, "_quickly", lambda function, *flat: function(*flat))
+    slow = trace(support.seeded(make), step, inputs)
+    assert str(quick.graph) == str(slow.graph)
+    for ours, theirs in zip(quick.graph.nodes, slow.graph.nodes, strict=True):
+        a, b = ours.meta.get("val"), theirs.meta.get("val")
+        assert type(a) is type(b), ours
+        if isinstance(a, torch.Tensor):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+            assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()

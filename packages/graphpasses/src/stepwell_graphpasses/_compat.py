@@ -5,17 +5,20 @@ Seen in torch 2.13. Each name is looked up once, here; nothing else in the layer
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Iterable
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree  # no public pytree in torch 2.13; needed: nothing works without it
-from torch._subclasses.fake_tensor import FakeTensorMode  # needed: tracing without data
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # needed: tracing without data
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import make_fx  # needed: the capture itself
+from torch.fx.experimental import proxy_tensor  # needed: the capture itself
 from torch.fx.experimental.symbolic_shapes import (  # needed: dynamic shapes
     DimDynamic,
     ShapeEnv,
@@ -61,9 +64,9 @@ __all__ = [
     "flatten_named",
     "is_functional_collective",
     "local_part",
-    "make_fx",
     "next_sequence_number",
     "pytree",
+    "record",
     "resolve_group",
     "sequence_number",
     "strided_shard",
@@ -107,14 +110,119 @@ def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
+def record(function: Callable[..., Any], flat: Sequence[torch.Tensor], *, plain: bool) -> torch.fx.GraphModule:
+    """The operators that a function runs on fake tensors, as a graph.
+
+    Args:
+        function: of tensors.
+        flat: its arguments.
+        plain: whether no size is a symbol; usual operators are then written down by a shorter way than make_fx's own. It gives
+            the same graph in half the time; all goes by make_fx's way where torch lacks what the short one needs.
+    """
+    try:
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module as without_code
+    except ImportError:
+
+        def without_code(should_use: bool) -> AbstractContextManager[Any]:  # noqa: FBT001 (torch's own signature)
+            return nullcontext()
+
+    options: dict[str, Any] = {}
+    if plain and all(hasattr(proxy_tensor, name) for name in ("_ProxyTensor", "snapshot_fake", "get_proxy_mode")):
+        function = functools.partial(_quickly, function)
+    if plain and "_disable_torch_fn_metadata_mode" in inspect.signature(proxy_tensor.make_fx).parameters:
+        options["_disable_torch_fn_metadata_mode"] = True  # which public function called an operator: nobody asks
+    with without_code(True):  # nobody reads the code of the raw graph
+        return proxy_tensor.make_fx(function, **options)(*flat)
+
+
+def _quickly(function: Callable[..., Any], *flat: torch.Tensor) -> Any:
+    mode = proxy_tensor.get_proxy_mode()
+    if type(mode) is proxy_tensor.ProxyTorchDispatchMode:
+        mode.__class__ = _QuickMode
+    return function(*flat)
+
+
+class _QuickMode(proxy_tensor.ProxyTorchDispatchMode):
+    """Writes plain operators down itself: those of aten, on tensors that are in the graph already and are no constants."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # asked more often than anything else
+            return func(*args, **kwargs)
+        tracer = self.tracer
+        graph, known = tracer.graph, tracer.tensor_tracker
+
+        def argument(value: Any) -> Any:
+            kind = type(value)
+            if kind is FakeTensor:
+                slot = known.get(value)
+                if slot is None or slot.constant is not None:
+                    raise _Unusual
+                return slot.proxy.node
+            if kind is list or kind is tuple:
+                return kind([argument(item) for item in value])
+            if kind in _PLAIN_TYPES:
+                return value
+            raise _Unusual
+
+        def note(tensor: torch.Tensor, node: torch.fx.Node) -> None:
+            node.meta["val"] = proxy_tensor.snapshot_fake(tensor)
+            known[tensor] = proxy_tensor._ProxyTensor(torch.fx.Proxy(node, tracer), None)
+
+        name = _plain_name(func)
+        try:
+            if name is None:
+                raise _Unusual
+            inputs = tuple([argument(value) for value in args])
+            named = {name: argument(value) for name, value in kwargs.items()}
+        except _Unusual:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        node = graph.create_node("call_function", func, inputs, named, name)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            note(result, node)
+            return result
+        picks = [graph.create_node("call_function", operator.getitem, (node, i)) for i in range(len(result))]
+        for tensor, pick in zip(result, picks, strict=True):
+            if tensor is not None:
+                note(tensor, pick)
+        node.meta["val"] = tuple(pick.meta.get("val") for pick in picks)
+        return result
+
+
+class _Unusual(Exception):
+    """Not for the short way."""
+
+
+_PLAIN_TYPES = frozenset(
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+
+
+@functools.cache
+def _plain_name(func: Any) -> str | None:
+    """What nodes of an operator are called that computes tensors from tensors and is not made of others; or None."""
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    plain = (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and func is not torch.ops.aten.lift_fresh.default
+        and tags.isdisjoint(func.tags)
+        and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        and bool(func._schema.returns)
+        and all(str(result.type) == "Tensor" for result in func._schema.returns)
+    )
+    return torch.fx.Graph()._target_to_str(func.overloadpacket.__name__) if plain else None
+
+
 def current_graph() -> torch.fx.Graph | None:
     """The graph that make_fx is writing now; None (nodes then get no module names) where torch does not say."""
     try:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        mode = get_proxy_mode()
+        mode = proxy_tensor.get_proxy_mode()
         return None if mode is None else mode.tracer.graph
-    except (ImportError, AttributeError):
+    except AttributeError:
         return None
 
 
