@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stepwell_meta import PipeliningMetadataError
 from stepwell_p2p import Placement, Transport
 from stepwell_stage import Executor, schedules, split
 from stepwell_stage.exceptions import StageUsageError
@@ -144,6 +145,113 @@ def test_a_structure_that_cannot_be_copied() -> None:
     model.made = (number for number in range(3))  # type: ignore[assignment]
     with pytest.raises(StageUsageError, match="its structure cannot be copied: cannot pickle 'generator' object"):
         split(model, 2, example=X)
+
+
+class Keeping(nn.Sequential):
+    """A layer whose result leaves it by another way than its return."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4))
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor, into: list[Tensor] | None = None) -> Tensor:
+        y = super().forward(x)
+        self.aux = y.square().mean()
+        if into is not None:
+            into.append(y)
+        return y  # type: ignore[no-any-return]
+
+
+class Held:
+    """An object that is none of Python's containers."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Opening(nn.Sequential):
+    def forward(self, held: Held) -> Any:
+        return super().forward(held.value)
+
+
+class Closing(nn.Sequential):
+    def forward(self, held: Held) -> Any:
+        return Held(super().forward(held.value))
+
+
+class Objects(Row):
+    def __init__(self, kind: type[nn.Sequential]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(nn.Linear(4, 4)) for _ in range(4))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = layer(Held(x.tanh()))
+            x = x.value if isinstance(x, Held) else x
+        return x.square().mean()
+
+
+class Collects(Row):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.kept = how, []  # type: ignore[var-annotated]
+        self.layers = nn.ModuleList(Keeping() for _ in range(4))
+        if how == "hook":
+            for layer in self.layers:
+                layer.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.kept.append(output)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        self.kept.clear()
+        for layer in self.layers:
+            x = layer(x, self.kept) if self.how == "list" else layer(x)
+        if self.how == "result":
+            return x, self.layers[0].aux
+        terms = [layer.aux for layer in self.layers] if self.how == "attribute" else [y.mean() for y in self.kept]
+        return x.square().mean() + sum(terms)
+
+
+def test_what_leaves_a_unit_by_another_way_than_its_return() -> None:
+    """Cut, it was refused in the first step, with a sentence about other things; all parameters were on every stage by then."""
+    for how in ("hook", "list", "attribute", "result"):
+        with pytest.raises(
+            StageUsageError, match=r"takes a tensor that unit 'layers\.0' makes but does not return.* return it"
+        ):
+            split(Collects(how), 2, example=X)
+
+
+def test_objects_that_are_not_looked_into(threads: Callable[..., Any]) -> None:
+    """A value that glue had put into one did not cross; what a unit returns in one is refused when the model is cut."""
+    model = Objects(Opening)
+    wanted = sum(model(part).item() / 2 for part in X.chunk(2))
+    assert threads(lambda transport: run(transport, model, X[:2], X), 2)[1] == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(StageUsageError, match=r"unit 'layers\.0' .*returns in an object that is not looked into"):
+        split(Objects(Closing), 2, example=X)
+
+
+def test_shapes_that_depend_on_data_need_dynamic_stages(threads: Callable[..., Any]) -> None:
+    class Masked(Row):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            kept = x[:, 0] > 0
+            x = self.layers[1](self.layers[0](x))
+            return self.layers[3](self.layers[2](x[kept])).square().sum()
+
+    x = torch.cat([X.abs(), -X.abs()[:4], X.abs()[:2]])
+    model = Masked()
+
+    def one(transport: Transport, shapes: Any) -> float | None:
+        stages = split(model, 2, example=X).stages(
+            Placement.loop(2, 2), transport.rank, "cpu", transport=transport, shapes=shapes
+        )
+        executor = Executor(stages, schedules.gpipe(2, 2), lambda loss: loss)
+        executor.step(x=x, return_outputs=False)
+        return None if executor.loss is None else executor.loss.item()
+
+    with pytest.raises(PipeliningMetadataError, match=r'stage 0: output .*build the stages with shapes="dynamic"'):
+        threads(one, 2, "static")
+    assert threads(one, 2, "dynamic")[1] == pytest.approx(sum(model(part).item() / 2 for part in x.chunk(2)), rel=1e-6)
 
 
 def test_nothing_is_changed_in_the_model() -> None:

@@ -422,15 +422,17 @@ class _Solution:
     def _refusal(self, stage: int, culprit: Place, why: str) -> str:
         value = self._value(culprit)
         maker = value.name
+        reason = "values only go from earlier stages to later ones; put what needs it on that stage or a later one"
         if value.origin is Origin.CALL:
             owner = self.needs.owners[culprit[0]][value.key[0]]
             maker = f"unit {value.name!r}, which is on stage {owner}"
             if owner < stage and value.stays:
                 maker += f", and {value.stays}"
+                reason = "such a value does not go to another stage; put what needs it on the same one"
         elif value.is_drawn:
             drawer = self.drawn.get(self._first(culprit), stage)
             maker = f"{maker!r}, which draws random numbers in place, on stage {drawer}"
         return (
-            f"stage {stage} needs, for {why}, what comes from {maker}: values only go from earlier stages to later ones; put"
-            " what needs it on that stage or a later one, with a mapping from names of units to stages in place of a number"
+            f"stage {stage} needs, for {why}, what comes from {maker}: {reason}, with a mapping from names of units to stages in"
+            " place of a number"
         )

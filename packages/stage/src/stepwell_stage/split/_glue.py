@@ -150,6 +150,12 @@ class StageGlue(Glue):
         route = self._follow(number, name)
         example = self._examples[route.ways[0]].get(number)
         if number in route.part.owned:
+            if any(map(self._absence.is_absent, (*tensors_in(args), *tensors_in(kwargs)))):
+                raise StageUsageError(
+                    f"unit {name!r} is given a value that this stage does not have: the forward went another way than with the"
+                    " example, or a hook took the value out of a unit of another stage; split with an example for this way too"
+                    " (ways=)"
+                )
             start = time.perf_counter()
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start

@@ -144,7 +144,8 @@ def _forget_meta(root: nn.Module, foreign: Sequence[nn.Module], absence: Absence
     here = {id(module) for module in _outside(root, set(map(id, foreign)))}
     made: dict[int, torch.Tensor] = {}
     for module in (module for unit in foreign for module in unit.modules() if id(module) not in here):
-        for place in (module._parameters, module._buffers):
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for place in places:
             for name, tensor in place.items():
                 if tensor is not None and tensor.is_meta:
                     place[name] = made.setdefault(id(tensor), absence.parameter(tensor))

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .._compat import TorchDispatchMode, is_transformed
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, source_line, writes
 from ._frames import Enclosing, enclosing
 from ._glue import Glue
-from ._leaves import tensors_in, with_tensors
+from ._leaves import hidden_in, tensors_in, with_tensors
 from ._templates import Effects, Example, Templates
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
 
+_Made: TypeAlias = "dict[int, tuple[weakref.ref[torch.Tensor], str]]"
 _CHANGED = "it is changed in place"
 _UNSEEN = "it is made where nothing is seen"
 
@@ -74,6 +77,7 @@ class Recorder(Glue):
         self._seen: dict[int, _Seen] = {}  # by identity; tensors are kept, so that none is taken for another
         self._memory: list[int] = []  # of each value: see memory_of
         self._same: dict[int, int] = {}  # memories that are one in truth: a unit gave a view of what it took
+        self._inside: _Made = {}
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no memory is taken for another
         self._writers: dict[int, int] = {}  # by memory: who wrote into it last
         self._mixed: set[int] = set()  # memories of which one tensor was used after another had been written into
@@ -208,7 +212,8 @@ class Recorder(Glue):
         self.count += 1
         self._names.append(name)
         given = [*tensors_in(args), *tensors_in(kwargs)]
-        inputs = tuple(dict.fromkeys(map(self._position, given)))
+        hidden = (tensor for tensor in hidden_in((args, kwargs)) if id(tensor) in self._seen)
+        inputs = tuple(dict.fromkeys(map(self._position, (*given, *hidden))))
         self._calls.append(Call(number, name, inputs))
         around = enclosing(self._outside)
         self._regions_of_calls.append(self._region(around))
@@ -216,7 +221,8 @@ class Recorder(Glue):
         if self._templates is None:
             start = time.perf_counter()
             versions = [tensor._version for tensor in given]
-            out = call(*args, **kwargs)
+            with Inside(name, self._inside):
+                out = call(*args, **kwargs)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             # A tensor that it was given is another one on stages that do not call it.
             out = with_tensors(
@@ -226,7 +232,8 @@ class Recorder(Glue):
             self.examples[number] = Example(given, out, effects, self._absence)
         else:
             try:
-                known = self._templates.known(None, name, module, call, args, kwargs)
+                with Inside(name, self._inside):
+                    known = self._templates.known(None, name, module, call, args, kwargs)
             except Exception as error:  # whatever torch or the module says when there is no data
                 raise NeedsDataError(f"unit {name!r} ({type(module).__name__}): {error}") from error
             out, effects = known.result(anew=True), known.effects
@@ -305,6 +312,14 @@ class Recorder(Glue):
         """Which value a tensor is now."""
         seen = self._seen.get(id(tensor))
         if seen is None:
+            made, unit = self._inside.get(id(tensor), (None, ""))
+            if made is not None and made() is tensor:
+                raise StageUsageError(
+                    f"{source_line('the forward')} takes a tensor that unit {unit!r} makes but does not return, or returns in an"
+                    " object that is not looked into: what hooks keep, what is put into attributes or into a list that a unit"
+                    " was given, other stages do not see; return it, in a tuple, list, dict or dataclass, or make the module that"
+                    " takes it a unit (units=)"
+                )
             origin_unknown = self._absence.is_absent(tensor)
             # Made where nothing is seen. A real one is a constant of the model; an absent one may come of anything.
             parents = tuple(range(len(self._values))) if origin_unknown else ()
@@ -319,6 +334,29 @@ class Recorder(Glue):
                 tensor, (self.count, -1), Origin.ALIAS, "a tensor changed in place", parents, stays=_CHANGED
             )
         return seen.position
+
+
+class Inside(TorchFunctionMode):
+    """Remembers which tensors are made in a unit.
+
+    Args:
+        unit: its name.
+        made: where they are put, by identity.
+    """
+
+    def __init__(self, unit: str, made: _Made) -> None:
+        super().__init__()
+        self._unit = unit
+        self._made = made
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
+        return out
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -291,8 +291,8 @@ def split(
     called = look.ways.units()
     if not called:
         raise StageUsageError(
-            f"the example calls no unit of {type(model).__name__}: a unit is called as a module that is reached through self, not"
-            " by its forward method nor through a closure; name modules that are with units="
+            f"the example calls no unit of {type(model).__name__}: a unit is reached through self, not through a"
+            " closure; name modules that are with units="
         )
     if len(called) < count:
         raise StageUsageError(
