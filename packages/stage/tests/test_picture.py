@@ -31,6 +31,21 @@ def test_the_axis_has_a_few_round_times(makespan: float) -> None:
     assert 3 <= len(ticks) <= 9
 
 
+def test_a_long_name_leaves_room_for_the_numbers() -> None:
+    """The heading ran out of the picture, and its time and bubble with it."""
+    events = [Event(0, Action(0, Kind.F, 0), 0.0, 1.0)]
+    for name, heading in (("ab", "ab: 1 s, bubble 0.0%"), ("a" * 60, f"{'a' * 6}…: 1 s, bubble 0.0%")):
+        assert [text.words for text in picture([Timeline(events, name)], 300).texts if text.bold] == [heading]
+
+
+def test_narrow_boxes_have_no_rim() -> None:
+    """With 64 microbatches on 16 ranks more was seen of the rims than of the actions."""
+    events = [Event(0, Action(0, Kind.F, n), n / 1000, (n + 1) / 1000) for n in range(500)]
+    boxes = picture([Timeline([*events, Event(0, Action(0, Kind.B, 0), 0.5, 1.0)])], 1000).boxes
+    assert {box.rim for box in boxes if box.title and box.width < 4} == {0.0}
+    assert [box.rim for box in boxes if box.title][-1] == 0.6
+
+
 def test_numbers_appear_where_they_fit() -> None:
     events = [Event(0, Action(0, Kind.F, 123), 0.0, 0.01), Event(0, Action(0, Kind.F, 124), 0.01, 1.0)]
     assert [box.text for box in picture([Timeline(events)], 1000).boxes if box.title] == ["", "F124"]

@@ -49,18 +49,17 @@ def from_perfetto(path: str | os.PathLike[str]) -> tuple[Timeline, ...]:
     Raises:
         StageUsageError: the file is no such trace.
     """
-    found: dict[str, list[Event]] = {}
+    found: dict[tuple[str, int], list[Event]] = {}  # by name and process of rank 0: several may have one name
     try:
         for event in json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]:
             if event["ph"] == "X":
-                args = event["args"]
-                start = event["ts"] / 1e6
-                found.setdefault(args["timeline"], []).append(
-                    Event(args["rank"], Action.parse(args["action"]), start, start + event["dur"] / 1e6)
-                )
+                args, start = event["args"], event["ts"] / 1e6
+                key = args["timeline"], event["pid"] - args["rank"]
+                action = Action.parse(args["action"])
+                found.setdefault(key, []).append(Event(args["rank"], action, start, start + event["dur"] / 1e6))
+        return tuple(Timeline(events, name) for (name, _), events in found.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StageUsageError(f"{path} is no trace of a timeline: {type(error).__name__}: {error}") from None
-    return tuple(Timeline(events, name) for name, events in found.items())
 
 
 _BESIDE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
@@ -72,13 +71,14 @@ def _meta(kind: str, process: int, thread: int, **args: object) -> dict[str, Any
 
 def _slice(event: Event, first: int, timeline: str) -> dict[str, Any]:
     action = event.action
+    start, end = _microseconds(event.start), _microseconds(event.end)
     waits = not action.kind.is_compute and action.kind not in _BESIDE
     return {
         "ph": "X",
         "name": f"wait {action}" if waits else label(action, with_stage=True),
         "cat": "wait" if waits else action.kind.value,
-        "ts": event.start * 1e6,
-        "dur": event.seconds * 1e6,
+        "ts": start,
+        "dur": round(end - start, 3),
         "pid": first + event.rank,
         "tid": 1 if action.kind in _BESIDE else 0,
         "args": {
@@ -89,6 +89,11 @@ def _slice(event: Event, first: int, timeline: str) -> dict[str, Any]:
             "microbatch": action.microbatch,
         },
     }
+
+
+def _microseconds(value: float) -> float:
+    """Whole nanoseconds, in which viewers count: else a slice could end after the next one begins."""
+    return round(value * 1e6, 3)
 
 
 def _arrows(timeline: Timeline, first: int, number: int) -> Iterator[dict[str, Any]]:
@@ -106,6 +111,6 @@ def _arrows(timeline: Timeline, first: int, number: int) -> Iterator[dict[str, A
             if taker is not None and taker.rank != event.rank:
                 common = {"name": "message", "cat": "message", "id": f"{number}.{kind}{stage}.{microbatch}"}
                 # Within the slices that they join: where one ends and the next begins, either could be taken for it.
-                start, end = ((one.start + one.end) / 2 * 1e6 for one in (event, taker))
+                start, end = (_microseconds((one.start + one.end) / 2) for one in (event, taker))
                 yield {**common, "ph": "s", "pid": first + event.rank, "tid": 0, "ts": start}
                 yield {**common, "ph": "f", "bp": "e", "pid": first + taker.rank, "tid": 0, "ts": end}

@@ -39,7 +39,10 @@ NAMES = {
 
 @attrs.frozen
 class Box:
-    """A rectangle: place and size in pixels, colour, whether it is hatched (a wait), text inside, and what to say of it."""
+    """A rectangle: place and size in pixels, colour, whether it is hatched (a wait), text inside, and what to say of it.
+
+    It has a white rim where it says something, unless it is so narrow that little else would be seen of it.
+    """
 
     x: float
     y: float
@@ -50,6 +53,11 @@ class Box:
     text: str = ""
     ink: str = INK
     title: str = ""
+
+    @property
+    def rim(self) -> float:
+        """Width of the rim in pixels."""
+        return 0.6 if self.title and self.width >= 4 else 0.0
 
 
 @attrs.frozen
@@ -87,10 +95,7 @@ def picture(timelines: Sequence[Timeline], width: float) -> Picture:
     kinds = {leaf.kind for timeline in timelines for event in timeline.events for leaf in event.action.leaves}
     top = _legend(kinds, width, boxes, texts)
     for timeline in timelines:
-        heading = (
-            f"{timeline.name + ': ' if timeline.name else ''}{seconds(timeline.makespan)}, bubble {timeline.bubble:.1%}"
-        )
-        texts.append(Text(LEFT, top + 18, heading, 13.0, bold=True))
+        texts.append(Text(LEFT, top + 18, _heading(timeline, width - LEFT - RIGHT), 13.0, bold=True))
         top += HEAD
         for rank in range(timeline.num_ranks):
             texts.append(Text(LEFT - 8, top + LANE / 2 + 4, f"rank {rank}", align="end"))
@@ -100,6 +105,14 @@ def picture(timelines: Sequence[Timeline], width: float) -> Picture:
         texts += _axis(timeline.makespan, top, scale)
         top += AXIS
     return Picture(width, top, tuple(boxes), tuple(texts))
+
+
+def _heading(timeline: Timeline, room: float) -> str:
+    """Name, time and bubble; of a name that has no room the beginning."""
+    facts = f"{seconds(timeline.makespan)}, bubble {timeline.bubble:.1%}"
+    letters = int(room / 8.5) - len(facts) - 2  # the type is larger than that of labels
+    name = timeline.name if len(timeline.name) <= letters else f"{timeline.name[: max(letters - 1, 0)]}…"
+    return f"{name}: {facts}" if name else facts
 
 
 def _legend(kinds: set[Kind], width: float, boxes: list[Box], texts: list[Text]) -> float:

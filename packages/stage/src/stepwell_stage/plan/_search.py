@@ -339,16 +339,16 @@ class _Sizes:
     def _least(self, costs: Costs, placement: Placement) -> float:
         """What no schedule can go below: a rank's first input has to get there, and then there is all its work."""
         least = reached = 0.0
-        work = [0.0] * self.num_ranks
+        forwards, backwards, lean = ([0.0] * self.num_ranks for _ in range(3))
         for stage, rank in enumerate(placement.ranks):
-            forward, backward = costs.forward[stage], costs.backward[stage]
+            forwards[rank] += self.count * costs.forward[stage]
+            backwards[rank] += self.count * costs.backward[stage]
             split = costs.input_costs[stage] + costs.weight_costs[stage]
-            work[rank] += self.count * max(
-                forward + min(backward, split) - costs.overlap_gain * min(forward, backward), 0.0
-            )
+            lean[rank] += self.count * min(costs.backward[stage], split)
         for stage, rank in enumerate(placement.ranks):
             if stage == placement.ranks.index(rank):
-                least = max(least, reached + work[rank])
+                gain = costs.overlap_gain * min(forwards[rank], backwards[rank])  # a pair may be of any two stages
+                least = max(least, reached + max(forwards[rank] + lean[rank] - gain, 0.0))
             reached += costs.forward[stage]
         return least
 

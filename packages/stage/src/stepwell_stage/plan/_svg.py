@@ -42,7 +42,7 @@ def to_svg(*timelines: Timeline, path: str | os.PathLike[str] | None = None, wid
     ]
     for box in drawn.boxes:
         fill = "url(#wait)" if box.hatched else box.colour
-        edge = ' stroke="#ffffff" stroke-width="0.6"' if box.title else ""
+        edge = f' stroke="#ffffff" stroke-width="{box.rim:g}"' if box.rim else ""
         place = f'x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}"'
         title = f"<title>{escape(box.title)}</title>" if box.title else ""
         lines.append(f'<rect {place} fill="{fill}"{edge}>{title}</rect>')

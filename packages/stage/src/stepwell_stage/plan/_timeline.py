@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 import attrs
@@ -73,7 +74,8 @@ class Timeline:
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
         """The events of one rank, by start."""
-        return tuple(event for event in self.events if event.rank == rank)
+        first, last = (bisect_left(self.events, number, key=lambda event: event.rank) for number in (rank, rank + 1))
+        return self.events[first:last]
 
     def _bubble(self, events: Iterable[Event], num_ranks: int) -> float:
         busy = sum(event.seconds for event in events if event.action.kind.is_compute)
