@@ -12,8 +12,8 @@ import torch
 from stepwell_mesh import normalize_dp_mode
 from stepwell_mesh.exceptions import ModeError
 
-from ._plan import last_match
-from .exceptions import ConfigError
+from ._plan import check_patterns, last_match
+from .exceptions import ConfigError, PlanError
 
 Reduce = Literal["avg", "sum"] | float
 """How gradients of W ranks become one: their mean, their sum, or their sum divided by a factor."""
@@ -70,7 +70,12 @@ def _choice(*choices: str) -> Any:
 def _check_reshard(config: PassConfig, field: attrs.Attribute[Any], value: Any) -> None:
     if isinstance(value, bool):
         return
-    if not isinstance(value, tuple) or not all(isinstance(k, str) and isinstance(v, bool) for k, v in value):
+    if isinstance(value, tuple) and all(isinstance(k, str) and isinstance(v, bool) for k, v in value):
+        try:
+            check_patterns(tuple(pattern for pattern, _ in value), field.name)
+        except PlanError as error:
+            raise ConfigError(str(error), field=field.name, value=value) from error
+    else:
         raise ConfigError(
             "reshard_after_forward must be True, False, or a mapping of module patterns to True or False;"
             f" got {dict(value) if isinstance(value, tuple) else value!r}",

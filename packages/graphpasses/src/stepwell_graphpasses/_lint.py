@@ -7,8 +7,9 @@ from collections import Counter
 from torch import fx
 
 from . import _compat as compat
-from ._collectives import comm_of, is_start, results_of
-from ._graph import JointGraph, is_getitem, is_view, phase_of
+from ._collectives import comm_of, is_start, results_of, waits_of
+from ._graph import JointGraph, is_getitem, is_view, mutated_arguments, phase_of, positions, value_of
+from ._memory import memory_roots
 from .exceptions import LintError
 
 
@@ -33,7 +34,9 @@ def find_problems(joint: JointGraph) -> list[str]:
         *_convention(joint),
         *_marks(joint),
         *_waits(joint),
+        *_in_flight(joint),
         *_owners(joint),
+        *_gradients(joint),
         *_phases(joint),
         *_reshard(joint),
     ]
@@ -79,6 +82,42 @@ def _waits(joint: JointGraph) -> list[str]:
     return problems
 
 
+def _in_flight(joint: JointGraph) -> list[str]:
+    """Nobody writes to what a collective still reads, nor reads what one has overwritten by another name."""
+    collectives = [
+        node
+        for node in joint.graph.nodes
+        if node.op == "call_function" and compat.is_functional_collective(node.target)
+    ]
+    if not collectives:
+        return []
+    position, roots = positions(joint.graph), memory_roots(joint.graph)
+    writes: dict[fx.Node, list[fx.Node]] = {}
+    readers: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+    overwritten = {root for node in collectives for target in mutated_arguments(node) for root in roots[target]}
+    for node in joint.graph.nodes:
+        for target in mutated_arguments(node):
+            for root in roots[target]:
+                writes.setdefault(root, []).append(node)
+        for source in node.all_input_nodes:
+            for root in overwritten.intersection(roots[source]):
+                readers.setdefault(root, []).append((node, source))
+    problems: dict[str, None] = {}
+    for node in collectives:
+        begin, end = position[node], max((position[wait] for wait in waits_of(node)), default=position[node])
+        for source in node.all_input_nodes:
+            for root in roots[source]:
+                for writer in writes.get(root, ()):
+                    if begin < position[writer] < end:
+                        problems[f"{writer} writes to {source}, which {node} reads until the wait for it"] = None
+        for target in mutated_arguments(node):
+            for root in roots[target]:
+                for reader, source in readers.get(root, ()):
+                    if position[source] < begin < position[reader]:
+                        problems[f"{reader} reads {source}, which {node} has overwritten by then"] = None
+    return list(problems)
+
+
 def _owners(joint: JointGraph) -> list[str]:
     """Along each group a parameter's gradient is reduced at most once, and only where it is trainable."""
     problems = []
@@ -94,6 +133,39 @@ def _owners(joint: JointGraph) -> list[str]:
     problems += [
         f"the gradient of {name} is reduced {n} times over {group}" for (name, group), n in seen.items() if n > 1
     ]
+    return problems
+
+
+def _gradients(joint: JointGraph) -> list[str]:
+    """Each gradient that goes out is that of its parameter, and is reduced over the same groups as the others."""
+    problems = []
+    reduced: dict[
+        fx.Node, set[tuple[str, str]]
+    ] = {}  # the parameters in a value, with each group they are reduced over
+    for node in joint.graph.nodes:
+        comm = comm_of(node)
+        found = {pair for source in node.all_input_nodes for pair in reduced.get(source, ())}
+        if comm is not None:
+            found = {(name, group) for name, group in found if name in comm.params}
+            if is_start(node, "reduce_scatter", "all_reduce"):
+                found |= {(name, comm.group) for name in comm.params}
+        if found:
+            reduced[node] = found
+    everywhere = {group for node in joint.gradient_nodes.values() for _, group in reduced.get(node, ())}
+    places = joint.parameter_nodes
+    for name, node in joint.gradient_nodes.items():
+        shape, allowed = tuple(value_of(node).shape), (joint.table[name].shape, tuple(value_of(places[name]).shape))
+        if shape not in allowed:
+            problems.append(f"the gradient of {name} has shape {shape}, the parameter {joint.table[name].shape}")
+        found = reduced.get(node, set())
+        if not node.all_input_nodes:  # zeros, for a parameter that the loss does not depend on
+            continue
+        if found and name not in {other for other, _ in found}:
+            others = ", ".join(sorted({other for other, _ in found}))
+            problems.append(f"the gradient of {name} is {node}, which was reduced for {others}")
+        else:
+            missing = sorted(everywhere - {group for other, group in found if other == name})
+            problems += [f"the gradient of {name} is not reduced over {group}, as others are" for group in missing]
     return problems
 
 

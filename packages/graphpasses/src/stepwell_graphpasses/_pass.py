@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -12,6 +12,15 @@ from ._config import PassConfig
 from ._graph import JointGraph
 from ._table import Layout
 from ._variants import FULL, Variant
+from .exceptions import ConfigError
+
+
+def _facts(value: Any) -> frozenset[str]:
+    if isinstance(value, str):  # whose letters would be taken for facts
+        raise ConfigError(
+            f"facts are a set of words: write {{{value!r}}}; got {value!r}", field="contract", value=value
+        )
+    return frozenset(value)
 
 
 @attrs.frozen
@@ -23,11 +32,14 @@ class PassContract:
         provides: facts that hold afterwards.
         conflicts: facts that must not hold before.
         changes_numerics: whether results may differ, beyond what is asked for, in more than the order of sums.
+
+    Raises:
+        ConfigError: one word in place of a set of them.
     """
 
-    requires: frozenset[str] = frozenset()
-    provides: frozenset[str] = frozenset()
-    conflicts: frozenset[str] = frozenset()
+    requires: frozenset[str] = attrs.field(default=frozenset(), converter=_facts)
+    provides: frozenset[str] = attrs.field(default=frozenset(), converter=_facts)
+    conflicts: frozenset[str] = attrs.field(default=frozenset(), converter=_facts)
     changes_numerics: bool = False
 
 

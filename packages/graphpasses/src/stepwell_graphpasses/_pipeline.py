@@ -53,11 +53,27 @@ class PassPipeline:
         initial: facts that hold before the first.
 
     Raises:
-        PipelineOrderError: a pass needs what none before it provides, or conflicts with one before it.
+        PipelineOrderError: a pass needs what none before it provides, or conflicts with one before it, or is no pass.
     """
 
     def __init__(self, passes: Sequence[GraphPass], *, initial: frozenset[str] = frozenset()) -> None:
-        facts, source = initial, dict.fromkeys(initial, "the graph")
+        for index, item in enumerate(passes):
+            if isinstance(item, type) or not isinstance(item, GraphPass):
+                hint = (
+                    f"; write {item.__name__}()" if isinstance(item, type) else ", which has no name, contract or run"
+                )
+                raise PipelineOrderError(f"passes[{index}] is no pass but {item!r}{hint}")
+        self.passes = tuple(passes)
+        self._check(initial)
+        self._initial = initial
+
+    def _check(self, initial: frozenset[str]) -> None:
+        """Hold every contract against what holds before it.
+
+        Raises:
+            PipelineOrderError: one of them is not kept.
+        """
+        passes, facts, source = self.passes, initial, dict.fromkeys(initial, "the graph")
         for item in passes:
             contract = item.contract
             if missing := sorted(contract.requires - facts):
@@ -68,11 +84,11 @@ class PassPipeline:
                 )
             if clash := sorted(contract.conflicts & facts):
                 raise PipelineOrderError(
-                    f"pass {item.name} cannot run after {source[clash[0]]}, which provides {', '.join(clash)}"
+                    f"pass {item.name} cannot run after {source[clash[0]]}, which provides {', '.join(clash)};"
+                    f" put {item.name} before it, or leave one of them out"
                 )
             facts |= contract.provides
             source |= dict.fromkeys(contract.provides, f"pass {item.name}")
-        self.passes = tuple(passes)
 
     @property
     def changes_numerics(self) -> tuple[str, ...]:
@@ -91,8 +107,11 @@ class PassPipeline:
             diffs: whether reports hold text differences.
 
         Raises:
+            PipelineOrderError: other passes have been over the graph before, with which these do not go.
             PassError: a pass failed, or left a graph that breaks a rule; the cause is chained.
         """
+        if joint.facts != self._initial:
+            self._check(joint.facts)
         work = joint.copy()
         before = str(work.graph) if diffs else ""
         for item in self.passes:

@@ -108,7 +108,7 @@ class ParallelPlan:
 
     def shard(self, *patterns: str) -> ParallelPlan:
         """A plan that also shards what the patterns name."""
-        return attrs.evolve(self, shards=self.shards + _checked(patterns, "shard"))
+        return attrs.evolve(self, shards=self.shards + _patterns_given(patterns, "shard"))
 
     def stage(self, index: int, *patterns: str) -> ParallelPlan:
         """A plan in which stage ``index`` runs what the patterns name."""
@@ -116,7 +116,7 @@ class ParallelPlan:
             raise PlanError(f"a stage index is a whole number from 0 up; got {index!r}")
         if any(known == index for known, _ in self.stages):
             raise PlanError(f"stage {index} is given twice; name all of its modules in one call")
-        return attrs.evolve(self, stages=(*self.stages, (index, _checked(patterns, f"stage {index}"))))
+        return attrs.evolve(self, stages=(*self.stages, (index, _patterns_given(patterns, f"stage {index}"))))
 
     def resolve(self, parameters: Sequence[str], *, modules: Collection[str] = ()) -> ResolvedPlan:
         """Apply the shard patterns to the names of one model.
@@ -273,14 +273,28 @@ def require_match(rules: Iterable[tuple[str, bool]], names: Sequence[str], *, wh
             raise _nothing_found(what, pattern, list(everything), hint="a module with parameters")
 
 
-def _checked(patterns: tuple[str, ...], where: str) -> tuple[str, ...]:
+def _patterns_given(patterns: tuple[str, ...], where: str) -> tuple[str, ...]:
     if not patterns:
         raise PlanError(f"{where} needs at least one pattern")
+    return check_patterns(patterns, where)
+
+
+def check_patterns(patterns: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The patterns, if each of them is one.
+
+    Raises:
+        PlanError: one of them is not.
+    """
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise PlanError(f"{where}: a pattern is a string; got {pattern!r} ({type(pattern).__name__})")
         if not pattern.strip() or any(not part for part in pattern.split(".")):
             raise PlanError(f"{where}: {pattern!r} is no dotted name; write for instance 'layers.*'", pattern=pattern)
+        for part in pattern.split("."):
+            if (bounds := re.fullmatch(r"(\d+)-(\d+)", part)) and int(bounds[1]) > int(bounds[2]):
+                raise PlanError(
+                    f"{where}: the range {part} in {pattern!r} is empty; write {bounds[2]}-{bounds[1]}", pattern=pattern
+                )
     return patterns
 
 

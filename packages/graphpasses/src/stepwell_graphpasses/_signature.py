@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import operator
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from stepwell_mesh import DataParallelTopology
 
 from . import _compat as compat
 from ._collectives import comm_of, contributions
-from ._graph import JointGraph
+from ._graph import JointGraph, OpOverload
 from .exceptions import PeerMismatchError
 
 
@@ -40,7 +41,8 @@ class Entry:
 
     def __str__(self) -> str:
         who = f" for {', '.join(self.params)}" if self.params else ""
-        return f"{self.op} of {self.dtype} {self.shape} over ranks {list(self.members)}{who}"
+        where = f"over ranks {list(self.members)}" if self.members else "over another group"
+        return f"{self.op} of {self.dtype} {self.shape} {where}{who}"
 
 
 def signature(joint: JointGraph) -> tuple[Entry, ...]:
@@ -91,23 +93,52 @@ def _fingerprint(node: fx.Node, prints: dict[fx.Node, bytes], *, exact: bool) ->
     """Of the operators behind a value. Sizes are left out of the model's own nodes: ranks may have batches of other sizes."""
     digest = hashlib.sha1(usedforsecurity=False)
     if node.op in ("placeholder", "get_attr"):
-        digest.update(str(node.meta.get("input", node.op)).encode())
+        digest.update(str(node.meta.get("input", node.target)).encode())
         return digest.digest()
     digest.update(str(node.target).encode())
-    group = group_of(node)
+    counts, group = _counts(node), group_of(node)
 
-    def visit(value: Any) -> None:
+    def visit(value: Any, *, size: bool) -> None:
         if isinstance(value, fx.Node):
             digest.update(prints[value])
         elif isinstance(value, list | tuple):
+            digest.update(b"[")
             for item in value:
-                visit(item)
-        elif value != group and (exact or not isinstance(value, int | float | slice) or isinstance(value, bool)):
-            digest.update(str(value).encode())
+                visit(item, size=size)
+        elif isinstance(value, int | float | slice) and not isinstance(value, bool):
+            digest.update(b"," if size else f"{value},".encode())
+        elif value != group and not (
+            isinstance(value, str) and group_members(value)
+        ):  # a group has another name elsewhere
+            digest.update(f"{_alike(value)},".encode())
 
-    for value in (*node.args, *node.kwargs.values()):
-        visit(value)
+    for position, value in enumerate(node.args):
+        visit(value, size=not exact and position not in counts)
+    for name, value in node.kwargs.items():
+        digest.update(name.encode())
+        visit(value, size=not exact and name not in counts)
     return digest.digest()
+
+
+def _alike(value: Any) -> Any:
+    """What is the same of a value on all ranks: each has a device, and addresses, of its own."""
+    if isinstance(value, torch.device):
+        return value.type
+    known = str | bool | None | complex | torch.dtype | torch.layout | torch.memory_format
+    return value if isinstance(value, known) else type(value).__name__
+
+
+def _counts(node: fx.Node) -> set[int | str]:
+    """Arguments that count dims or results, by place and name: they say what an operator does, and no batch changes them."""
+    if node.target is operator.getitem:
+        return {1}
+    if not isinstance(node.target, OpOverload):
+        return set()
+    found: set[int | str] = set()
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name in ("dim", "dims", "dim0", "dim1"):
+            found |= {position, argument.name}
+    return found
 
 
 def first_difference(ours: Sequence[Entry], theirs: Sequence[Entry]) -> str | None:
@@ -140,7 +171,9 @@ def compare(signatures: Sequence[tuple[int, Sequence[Entry]]]) -> None:
     if wrong:
         lines = "\n  ".join(f"rank {first_rank} against rank {rank}: {difference}" for rank, difference in wrong)
         raise PeerMismatchError(
-            f"ranks would not run the same collectives in the same order:\n  {lines}", ranks=[rank for rank, _ in wrong]
+            f"ranks would not run the same collectives in the same order:\n  {lines}\nGive every rank the same model, train"
+            " function, configuration, plan and passes",
+            ranks=[rank for rank, _ in wrong],
         )
 
 
@@ -154,13 +187,20 @@ class Vote:
     numbers: tuple[float, ...] = ()
 
 
-def agree(topology: DataParallelTopology | None, error: Exception | None, entries: tuple[Entry, ...]) -> None:
+def agree(
+    topology: DataParallelTopology | None,
+    error: Exception | None,
+    entries: tuple[Entry, ...],
+    *,
+    failed: str = "could not compile, so no rank does",
+) -> None:
     """Let all data-parallel ranks decide together: all go on, or all raise.
 
     Args:
         topology: the axes; with None there is nobody to ask.
         error: why this rank cannot go on.
         entries: its signature.
+        failed: what a rank with an error has done, for its peers.
 
     Raises:
         PeerMismatchError: another rank failed, or would run other collectives.
@@ -177,7 +217,7 @@ def agree(topology: DataParallelTopology | None, error: Exception | None, entrie
                 error = _difference([mine[rank] for rank in members if rank in mine], members)
                 if error is not None:
                     votes.append(Vote(dist.get_rank(), str(error)))
-        error = error or _failure(votes)
+        error = error or _failure(votes, failed)
     if error is not None:
         raise error
 
@@ -195,7 +235,7 @@ def agree_on_numbers(topology: DataParallelTopology | None, numbers: Sequence[fl
     votes = [Vote(dist.get_rank(), None, numbers=tuple(numbers))]
     for axis in topology.axis_names:
         votes = [vote for part in _exchange(topology, axis, votes)[0] for vote in part]
-    if (error := _failure(votes)) is not None:
+    if (error := _failure(votes, "could not compile, so no rank does")) is not None:
         raise error
     if strange := sorted({vote.rank for vote in votes if len(vote.numbers) != len(numbers)}):
         raise PeerMismatchError(
@@ -215,14 +255,11 @@ def _is_joint(error: BaseException | None) -> bool:
     return False
 
 
-def _failure(votes: Sequence[Vote]) -> PeerMismatchError | None:
-    failed = [vote for vote in votes if vote.error is not None]
-    if not failed:
+def _failure(votes: Sequence[Vote], failed: str) -> PeerMismatchError | None:
+    lost = [vote for vote in votes if vote.error is not None]
+    if not lost:
         return None
-    return PeerMismatchError(
-        f"rank {failed[0].rank} could not compile, so no rank does: {failed[0].error}",
-        ranks=[vote.rank for vote in failed],
-    )
+    return PeerMismatchError(f"rank {lost[0].rank} {failed}: {lost[0].error}", ranks=[vote.rank for vote in lost])
 
 
 def _exchange(
@@ -249,8 +286,17 @@ def _gather(votes: Sequence[Vote], group: dist.ProcessGroup, device: torch.devic
 
 
 def _difference(votes: Sequence[Vote], members: tuple[int, ...]) -> PeerMismatchError | None:
+    """Ranks of one group have all collectives in the same order: those over other groups too, whose ranks are others.
+
+    Backends may keep groups apart, or not: two groups whose collectives start in another order on another rank can wait for each
+    other.
+    """
+    shared = [
+        (vote.rank, [e if e.members == members else attrs.evolve(e, members=()) for e in vote.signature])
+        for vote in votes
+    ]
     try:
-        compare([(vote.rank, [e for e in vote.signature if e.members == members]) for vote in votes])
+        compare(shared)
     except PeerMismatchError as error:
         return error
     return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from . import _compat as compat
 from ._compiler import GraphCompiler
+from ._executable import StepOutput
 from ._lint import lint
 from ._live import LiveModel
-from ._signature import agree, signature
+from ._signature import Entry, agree, signature
 from ._table import Parameter
 from ._trace import as_in_model, as_losses, casting
-from ._variants import FULL
-from .exceptions import NumericsError
+from ._variants import FULL, FULL_AFTER_NONE, FULL_AFTER_SCATTER, NONE, SCATTER
+from .exceptions import LintError, NumericsError
+
+FAILED = "found a fault, so all ranks raise"
 
 
 @attrs.frozen
@@ -28,7 +32,7 @@ class Verification:
     """What was found right.
 
     Attributes:
-        collectives: number of collectives that all ranks agree on.
+        collectives: number of collectives of a step that all ranks agree on.
         loss_error: largest difference of the loss against eager; None where numbers were not checked.
         gradient_errors: for each parameter the largest difference of its gradient, relative to its largest element.
     """
@@ -43,6 +47,8 @@ def verify(
 ) -> Verification:
     """Check a compiled step; collective. The model, its gradients, its buffers and the generators stay as they are.
 
+    The graphs of accumulation are checked with it. Numbers are those of loss, named losses, gradients and buffers after one step.
+
     Args:
         compiler: compiled.
         inputs: this rank's batch for the numeric check; None: structure only (all that fake process groups allow).
@@ -54,21 +60,51 @@ def verify(
 
     Raises:
         LintError: the graph breaks a rule.
-        PeerMismatchError: ranks have other collectives, or the same in another order, or on other data.
-        NumericsError: loss or gradients differ from eager by more than the tolerance.
+        PeerMismatchError: ranks have other collectives, or the same in another order, or on other data; or another rank found a
+            fault.
+        NumericsError: loss, gradients or buffers differ from eager by more than the tolerance.
     """
-    joint = compiler.graph()
-    lint(joint)
-    entries = signature(joint)
-    agree(compiler.topology, None, entries)
+    carried = (SCATTER, FULL_AFTER_SCATTER) if compiler.config.grad_sync == "scatter" else (NONE, FULL_AFTER_NONE)
+    error: Exception | None = None
+    signatures: list[tuple[Entry, ...]] = []
+    try:
+        for variant in (FULL, *carried):
+            joint = compiler.graph(variant)
+            lint(joint)
+            signatures.append(signature(joint))
+    except LintError as problem:
+        error = problem
+    agree(compiler.topology, error, tuple(itertools.chain(*signatures)), failed=FAILED)
     if inputs is None:
-        return Verification(len(entries), None, {})
-    live = compiler.live
-    with _restored(compiler.model):
+        return Verification(len(signatures[0]), None, {})
+    with _restored(compiler) as left:
         got = compiler.run(inputs, FULL)
-    with _restored(compiler.model):
-        loss, expected = _eager(compiler, live, inputs)
-    config = compiler.config
+    with _restored(compiler) as expected_left:
+        loss, losses, expected = _eager(compiler, compiler.live, inputs)
+    try:
+        loss_error, errors = _compare(compiler, got, loss, losses, expected, left, expected_left, tolerance)
+    except NumericsError as problem:
+        error = problem
+    agree(compiler.topology, error, (), failed=FAILED)
+    return Verification(len(signatures[0]), loss_error, errors)
+
+
+def _compare(
+    compiler: GraphCompiler,
+    got: StepOutput,
+    loss: torch.Tensor,
+    losses: Mapping[str, Any],
+    expected: Mapping[str, torch.Tensor],
+    left: Mapping[str, torch.Tensor],
+    expected_left: Mapping[str, torch.Tensor],
+    tolerance: float | None,
+) -> tuple[float, dict[str, float]]:
+    """Errors of the loss and of gradients.
+
+    Raises:
+        NumericsError: something differs by more than the tolerance.
+    """
+    live, config, joint = compiler.live, compiler.config, compiler.graph()
     errors = {}
     for name, gradient in got.gradients.items():
         reference = expected.get(name)
@@ -84,16 +120,31 @@ def verify(
     loss_error = float((got.loss - loss).abs())
     dtypes = [torch.float32, *(dtype for dtype in (config.param_dtype, config.reduce_dtype) if dtype is not None)]
     limit = tolerance if tolerance is not None else 64 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    others = {f"the named loss {name}": (got.losses.get(name), value) for name, value in losses.items()}
+    others |= {f"the buffer {name}": (left.get(name), value) for name, value in expected_left.items()}
     wrong = {name: error for name, error in errors.items() if not error <= limit}
-    if wrong or not loss_error <= limit * max(1.0, abs(float(loss))):
+    odd = [what for what, (ours, theirs) in others.items() if not _close(ours, theirs, limit)]
+    if wrong or odd or not loss_error <= limit * max(1.0, abs(float(loss))):
         worst = ", ".join(
             f"{name} by {error:.1e}" for name, error in sorted(wrong.items(), key=lambda item: -item[1])[:5]
         )
+        also = f"; also {', '.join(odd[:5])}" if odd else ""
         raise NumericsError(
-            f"the graph differs from eager by more than {limit:.1e}: loss by {loss_error:.1e}; gradients: {worst or 'none'}",
+            f"the graph differs from eager by more than {limit:.1e}: loss by {loss_error:.1e}; gradients:"
+            f" {worst or 'none'}{also}. If the dtypes on the way explain that, give a larger tolerance; else compile with"
+            " passes=[DataParallelPass()] and add the others one by one",
             errors=errors,
         )
-    return Verification(len(entries), loss_error, errors)
+    return loss_error, errors
+
+
+def _close(ours: Any, theirs: Any, limit: float) -> bool:
+    if not isinstance(theirs, torch.Tensor) or not isinstance(ours, torch.Tensor):
+        return bool(ours == theirs)
+    if ours.shape != theirs.shape or not theirs.is_floating_point():
+        return torch.equal(ours, theirs)
+    scale = max(1.0, float(theirs.abs().max())) if theirs.numel() else 1.0
+    return torch.allclose(ours.to(theirs.dtype), theirs, rtol=0.0, atol=limit * scale, equal_nan=True)
 
 
 class _Eager(nn.Module):
@@ -107,8 +158,8 @@ class _Eager(nn.Module):
 
 def _eager(
     compiler: GraphCompiler, live: LiveModel, inputs: Mapping[str, Any]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of this rank's batch, and gradients reduced over all ranks, by autograd on whole parameters."""
+) -> tuple[torch.Tensor, Mapping[str, Any], dict[str, torch.Tensor]]:
+    """Loss and named losses of this rank's batch, and gradients reduced over all ranks, by autograd on whole parameters."""
     trainable = live.trainable()
     leaves: dict[str, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
@@ -123,14 +174,14 @@ def _eager(
         result = torch.func.functional_call(
             _Eager(compiler.model, compiler.train_fn), values, (dict(inputs),), strict=False
         )
-    loss, _ = as_losses(result)
+    loss, losses = as_losses(result)
     wanted = [name for name, on in trainable.items() if on]
     gradients = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
     found = {}
     for name, gradient in zip(wanted, gradients, strict=True):
         if gradient is not None:
             found[name] = _reduced(compiler, gradient.to(torch.float32)).to(live.table[name].dtype)
-    return loss.detach(), found
+    return loss.detach(), losses, found
 
 
 def _whole(live: LiveModel, parameter: Parameter) -> torch.Tensor:
@@ -159,13 +210,22 @@ def _reduced(compiler: GraphCompiler, gradient: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Buffers and generators are set back at the end."""
-    buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng():
+def _restored(compiler: GraphCompiler) -> Iterator[dict[str, torch.Tensor]]:
+    """Buffers and generators are set back at the end; gives what buffers were by then."""
+    model, device = compiler.model, compiler.device
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    left: dict[str, torch.Tensor] = {}
+    own_generator = () if device.type == "cpu" else (device,)
+    with torch.random.fork_rng(own_generator, device_type="cuda" if device.type == "cpu" else device.type):
         try:
-            yield
+            yield left
+            left |= {name: buffer.clone() for name, buffer in model.named_buffers()}
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for module, name, buffer, value in before:
+                    buffer.copy_(value)
+                    setattr(module, name, buffer)  # the model may have put another tensor there
