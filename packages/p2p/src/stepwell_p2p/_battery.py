@@ -280,6 +280,22 @@ def thousands(transport: Transport) -> None:
 
 
 @_check(2)
+def buffered(transport: Transport) -> None:
+    """Where a send is done when it is posted, it is so however much lies unread: both ranks send 48 MiB before they receive."""
+    if transport.rules.rendezvous:
+        return
+    rank, peer = transport.rank, 1 - transport.rank
+    numels = [1 << 20] * 8 + [1 << 11] * 2000
+    for number, numel in enumerate(numels):
+        send = Send(Op(OpKind.SEND_F, Edge(rank, peer), 0, number % 500, number // 500), _filled(numel, number))
+        transport.post([send]).wait()
+    for number, numel in enumerate(numels):
+        op = Op(OpKind.RECV_F, Edge(peer, rank), 0, number % 500, number // 500)
+        (got,) = transport.post([Recv(op, TensorMeta((numel,), (1,), torch.float32))]).wait()
+        _equal(got, _filled(numel, number))
+
+
+@_check(2)
 def ownership(transport: Transport) -> None:
     """After its wait a sender may write to what it sent, and a receiver to what it got, and neither sees the other's writes."""
     peer = 1 - transport.rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -41,7 +41,8 @@ class Blocked:
 
 def explain(run: Run) -> DeadlockError:
     """The error for a run that did not finish."""
-    arcs = {node: _arcs(run, unfinished) for node, unfinished in _stuck(run).items()}
+    heads = [next((end for end in queue if not run.done[end]), -1) for queue in run.ends.queues]
+    arcs = {node: _arcs(run, heads, unfinished) for node, unfinished in _stuck(run).items()}
     cycle = _shortest_cycle({node: tuple(targets) for node, targets in arcs.items()})
     ends = run.ends
     links = []
@@ -70,31 +71,33 @@ def _stuck(run: Run) -> dict[_Node, list[int]]:
     return stuck
 
 
-def _arcs(run: Run, unfinished: Iterable[int]) -> dict[_Node, tuple[int, str]]:
-    """Where each unfinished end leads, with the end and the reason; one end for each place."""
+def _arcs(run: Run, heads: Sequence[int], unfinished: Iterable[int]) -> dict[_Node, tuple[int, str]]:
+    """Where each unfinished end leads, with the end and the reason; one end for each place.
+
+    ``heads`` holds the first unfinished end of each lane.
+    """
     arcs: dict[_Node, tuple[int, str]] = {}
     for end in unfinished:
-        target, because = _reason(run, end)
+        target, because = _reason(run, heads, end)
         arcs.setdefault(target, (end, because))
     return arcs
 
 
-def _reason(run: Run, end: int) -> tuple[_Node, str]:
+def _reason(run: Run, heads: Sequence[int], end: int) -> tuple[_Node, str]:
     ends, other = run.ends, run.ends.other[end]
     op = ends.ops[end]
     if not run.active[end]:
-        return _behind(run, end, "it")
+        return _behind(run, heads, end, "it")
     if run.posted[ends.batch_of[other]]:
-        return _behind(run, other, f"rank {op.peer} has posted its end, but that")
+        return _behind(run, heads, other, f"rank {op.peer} has posted its end, but that")
     verb = "receive" if op.kind.is_send else "send"
     return op.peer, f"rank {op.peer} has not come to {verb} it"
 
 
-def _behind(run: Run, end: int, what: str) -> tuple[_Node, str]:
+def _behind(run: Run, heads: Sequence[int], end: int, what: str) -> tuple[_Node, str]:
     number = run.ends.lane_of[end]
-    lane, queue = run.ends.lanes[number], run.ends.queues[number]
-    first = next(member for member in queue if not run.done[member])
-    return lane, f"{what} stands in rank {lane[0]}'s channel {lane[1]} behind {run.ends.ops[first]}"
+    lane = run.ends.lanes[number]
+    return lane, f"{what} stands in rank {lane[0]}'s channel {lane[1]} behind {run.ends.ops[heads[number]]}"
 
 
 def _shortest_cycle(arcs: dict[_Node, tuple[_Node, ...]]) -> list[_Node]:
