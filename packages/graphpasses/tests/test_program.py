@@ -9,6 +9,7 @@ from typing import Any
 import graphpasses_support as support
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,6 +17,7 @@ from stepwell_graphpasses import GraphProgram, PassConfig
 from stepwell_graphpasses._collectives import starts
 from stepwell_graphpasses.exceptions import CaptureError, ConfigError, GradientError
 from stepwell_graphpasses.testing import fake_world
+from stepwell_meta.testing import WorkerPool
 
 
 class Stage(nn.Module):
@@ -136,3 +138,116 @@ def test_what_a_program_refuses() -> None:
 
     with pytest.raises(CaptureError, match="the stage returns no tensor"):
         GraphProgram(Nothing()).forward(0, inputs(0)[:1], lambda tensors: (tuple(tensors), {}))
+
+
+def take(program: GraphProgram, number: int, *values: torch.Tensor) -> Any:
+    return program.forward(number, values, lambda tensors: (tuple(tensors), {}))
+
+
+def test_a_parameter_without_gradient_gets_zeros_where_these_are_asked_for() -> None:
+    """The graph that reduces gave one gradient more than it was given, and nobody knew whose."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.unused = nn.Linear(6, 6), nn.Linear(2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x)
+
+    program = GraphProgram(support.seeded(Unused), PassConfig(unused="zeros"))
+    output = take(program, 0, *inputs(0)[:1])
+    program.backward(0, "B", [output], [torch.ones_like(output)])
+    program.reduce_grads()
+    assert torch.equal(program.module.unused.weight.grad, torch.zeros(3, 2))
+    assert torch.equal(program.module.first.bias.grad, torch.full((6,), 4.0))
+
+
+def replica_without_weight() -> list[torch.Tensor | None]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    program = GraphProgram(support.seeded(lambda: support.MLP(6, 6)), mesh=mesh)
+    output = take(program, 0, *inputs(dist.get_rank())[:1])
+    roots = [output] if dist.get_rank() == 0 else []
+    program.backward(0, "B", roots, [torch.ones_like(root) for root in roots])
+    program.reduce_grads()
+    return [support.full(parameter.grad) for parameter in program.module.parameters()]
+
+
+def test_a_replica_whose_microbatches_have_no_weight_reduces_all_the_same(workers: WorkerPool) -> None:
+    """It had no gradients, and so it did not take part: the other replicas waited for it."""
+    first, second = workers.run(replica_without_weight, 2, deadline=60)
+    model = support.seeded(lambda: support.MLP(6, 6))
+    model(inputs(0)[0]).sum().backward()
+    for found, other, parameter in zip(first, second, model.parameters(), strict=True):
+        assert torch.equal(found, other)
+        assert torch.allclose(found, parameter.grad / 2)
+
+
+def test_gradients_that_are_given_out_have_memory_of_their_own() -> None:
+    """A sum passes its gradient on: both inputs, and the parameter, were given the tensor that had come in."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(4, 6))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y + self.shift
+
+    program = GraphProgram(Sum())
+    seed = torch.randn(4, 6)
+    output = take(program, 0, *inputs(0))
+    found = program.backward(0, "B", [output], [seed])
+    program.reduce_grads()
+    everything = [*found, program.module.shift.grad, seed]
+    assert all(torch.equal(gradient, seed) for gradient in everything)
+    assert len({gradient.data_ptr() for gradient in everything}) == 4
+
+
+def test_backward_reads_a_buffer_as_its_own_forward_left_it() -> None:
+    """The forward of a later microbatch counts on, and the backward of an earlier one took that count."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("count", torch.zeros(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return self.linear(x) * self.count
+
+    program = GraphProgram(support.seeded(Counts))
+    outputs = [take(program, number, *inputs(number)[:1]) for number in range(3)]
+    seed = torch.ones(4, 6)
+    grads = [program.backward(number, "B", [output], [seed])[0] for number, output in enumerate(outputs)]
+    for number, gradient in enumerate(grads, 1):
+        assert torch.equal(gradient, number * seed @ program.module.linear.weight)
+    assert torch.equal(program.module.count, torch.full((6,), 3.0))
+
+
+def test_pieces_run_in_the_dtypes_that_they_were_captured_with() -> None:
+    """Under autocast, operators of the graph were cast once more; and a graph from outside was used inside."""
+    program = GraphProgram(support.seeded(lambda: support.MLP(6, 6)))
+    plain = take(program, 0, *inputs(0)[:1])
+    assert plain.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = program.backward(0, "B", [plain], [torch.ones_like(plain)])
+        cast = take(program, 1, *inputs(0)[:1])
+        expected = program.module(inputs(0)[0])
+    assert found[0].dtype == torch.float32
+    assert torch.equal(cast, expected)
+    assert not torch.equal(cast.float(), plain)
+
+
+def test_a_gradient_that_lies_otherwise_is_laid_out_as_the_graph_expects() -> None:
+    class Flat(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(-1).cos().reshape(4, 6)
+
+    program = GraphProgram(Flat())
+    for seed in (torch.ones(()).expand(4, 6), torch.randn(6, 4).t(), torch.randn(4, 12)[:, ::2]):
+        (x, _) = inputs(0)
+        output = take(program, 0, x)
+        (found,) = program.backward(0, "B", [output], [seed])
+        assert torch.equal(found, torch.autograd.grad(Flat()(x), x, seed)[0])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -34,11 +34,13 @@ from ._stage_graph import CutStage, StageGraph
 from ._table import parameter_table, plan_layouts
 from ._trace_stage import trace_stage
 from ._variants import FULL, NONE, Variant
-from .exceptions import GradientError, ModelStateError
+from .exceptions import CaptureError, GradientError, ModelStateError
 from .passes import BucketPass, DataParallelPass, DeadCollectivePass, OverlapPass, RematPass
 
+_Reducer: TypeAlias = tuple[tuple[str, ...], Callable[[list[Any]], tuple[Any, ...]]]
 # Ranks may be threads of one process, whose graphs share a mode of example values; a capture also undoes what it changes.
 _ONE_AT_A_TIME = threading.RLock()
+_SPLIT = "_stepwell_split"  # what stepwell_stage.split() leaves on the units of its stages
 
 
 class GraphProgram:
@@ -64,6 +66,7 @@ class GraphProgram:
 
     Raises:
         GraphUsageError: configuration or plan is wrong.
+        CaptureError: the module is a stage of ``stepwell_stage.split``.
     """
 
     def __init__(
@@ -75,6 +78,12 @@ class GraphProgram:
         mesh: Any = None,
         stage: CutStage | None = None,
     ) -> None:
+        if any(_SPLIT in vars(part) for part in module.modules()):
+            raise CaptureError(
+                "this module is a stage that stepwell_stage.split() made: it runs the whole model's forward and works out what is"
+                " absent while it runs, which no capture sees. Cut the graph of the step instead:"
+                " split_stages(trace(model, train_fn, microbatch), owners), then its program(stage, model)"
+            )
         self.module = module
         config = config or PassConfig()
         self._topology, self.config = (None, config) if mesh is None else resolve_topology(config, mesh)
@@ -87,7 +96,7 @@ class GraphProgram:
         self._flights: dict[int, Flight] = {}
         self._left: dict[int, Flight | None] = {}
         self._gradients: dict[str, torch.Tensor] = {}
-        self._reducers: dict[tuple[str, ...], Callable[[list[Any]], tuple[Any, ...]]] = {}
+        self._reducers: dict[tuple[str, ...], _Reducer] = {}
         if stage is not None:
             live = self._lay_out()
             self._add(live, self._key(live, (), backward=stage.has_backward), lambda: stage.graph)
@@ -188,18 +197,28 @@ class GraphProgram:
             capture.whole = None
 
     def reduce_grads(self) -> None:
-        """Reduce the gradients of all microbatches since the last time, and add them to the parameters' ``.grad``."""
-        if not self._gradients:
-            return
+        """Reduce the gradients of all microbatches since the last time, and add them to the parameters' ``.grad``.
+
+        Replicas reduce the same gradients, also one whose microbatches all had no weight: it adds zeros.
+        """
         live = self._live
-        assert live is not None
-        names = tuple(name for name in live.table.names if name in self._gradients)
+        if live is None:
+            return
+        wanted = set(self._gradients)
+        if self._topology is not None:
+            trainable = live.trainable()
+            wanted.update(name for one in self._captures for name in one.joint.gradients if trainable[name])
+        names = tuple(name for name in live.table.names if name in wanted)
+        if not names:
+            return
         if names not in self._reducers:
             self._reducers[names] = self._reducer(live, names)
+        given, run = self._reducers[names]
         gradients, self._gradients = self._gradients, {}
-        with torch.no_grad(), compat.below_autograd():
-            found = self._reducers[names]([*live.values(), *(gradients[name] for name in names)])
-        live.accumulate(dict(zip(names, found[1:], strict=True)))
+        values = [gradients[name] if name in gradients else self._zeros(live, name) for name in names]
+        with torch.no_grad(), torch.autocast(live.device.type, enabled=False), compat.below_autograd():
+            found = run([*live.values(), *values])
+        live.accumulate(dict(zip(given, found[1:], strict=True)))
 
     def clear(self) -> None:
         """Forget microbatches that were begun, and gradients that were not reduced: after a step that failed."""
@@ -333,8 +352,13 @@ class GraphProgram:
             gradient = flight.pieces.value(node, flight.known)
             self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
 
-    def _reducer(self, live: LiveModel, names: tuple[str, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-        """The graph that reduces whole gradients: they come in as inputs of their own."""
+    def _zeros(self, live: LiveModel, name: str) -> torch.Tensor:
+        parameter = live.table[name]
+        dtype = self.config.reduce_dtype or parameter.compute_dtype
+        return torch.zeros(parameter.shape, dtype=dtype, device=live.device)
+
+    def _reducer(self, live: LiveModel, names: tuple[str, ...]) -> _Reducer:
+        """The graph that reduces whole gradients, which come in as inputs of their own; and whose gradients it gives."""
         mode = compat.ExampleMode()
         graph = fx.Graph()
         table = live.table.with_trainable(live.trainable())
@@ -363,4 +387,4 @@ class GraphProgram:
         )
         with _ONE_AT_A_TIME:
             joint = self._passed(live, joint, FULL, [DataParallelPass()])
-        return compile_graph(joint.graph, joint.root)
+        return joint.gradients, compile_graph(joint.graph, joint.root)
