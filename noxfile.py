@@ -315,14 +315,14 @@ def train(session: nox.Session) -> None:
 def models(session: nox.Session) -> None:
     """Cut models of transformers into stages and compare; `-- --torch` also asks torch's own pipeline() anew."""
     _install(session, [*EVERYTHING.values()], "transformers>=5.24,<6", extras=ALL_EXTRAS)
-    session.run("pytest", "models", *session.posargs)
+    session.run("pytest", "models", "--ignore=models/test_graph.py", *session.posargs)
 
 
 @nox.session
 def graph_models(session: nox.Session) -> None:
-    """Train whole models as graphs, those of transformers too, and compare with torch's own FSDP2, HSDP and DDP."""
+    """Train whole models as graphs and compare with torch's own FSDP2, HSDP and DDP; capture 89 of transformers."""
     _install(session, [*EVERYTHING.values()], "transformers>=5.24,<6", extras=ALL_EXTRAS)
-    session.run("pytest", "-m", "not gpu and not npu", "tests/test_graph_models.py", *session.posargs)
+    session.run("pytest", "-m", "", "tests/test_graph_models.py", "models/test_graph.py", *session.posargs)
 
 
 @nox.session
