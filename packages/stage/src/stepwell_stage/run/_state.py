@@ -52,7 +52,7 @@ def state_dict(stages: Stages, *, to: int | None = None, transport: Transport | 
         transport: joins the ranks; by default that of the executor or the stages.
 
     Raises:
-        StageUsageError: on every rank, if stages use one name for different things.
+        StageUsageError: on every rank, if stages use one name for different things, or a value cannot be gathered.
     """
     joined = transport_of(stages, transport)
     own = stages_of(stages)
@@ -77,29 +77,28 @@ def load_state_dict(
         transport: joins the ranks; by default that of the executor or the stages.
 
     Raises:
-        StageUsageError: on every rank, before anything is loaded, for either of these; and if a tied parameter has different
-            values under its different names.
+        StageUsageError: on every rank, before anything is loaded, for either of these; if a tensor has another shape; and if a
+            tied parameter has different values under its different names.
     """
     joined = transport_of(stages, transport)
     own = stages_of(stages)
     _agree_on_names(own, joined)
-    local = [
-        (stage, {_whole_name(stage, name): name for name in get_model_state_dict(module_of(stage))}) for stage in own
-    ]
-    names = {name for _, known in local for name in known}
+    local = [(stage, get_model_state_dict(module_of(stage))) for stage in own]
+    names = {_whole_name(stage, name) for stage, known in local for name in known}
+    misfit = next((why for stage, known in local if (why := _misfit(stage, known, state)) is not None), None)
     values = tuple(
         (group.name, stage.stage_index, name, _checksum(state[_whole_name(stage, name)]))
         for stage in own
         for name, group in stage.tied.items()
         if isinstance(state.get(_whole_name(stage, name)), torch.Tensor)
     )
-    word = encode((tuple(sorted(names)), tuple(sorted(state)) if strict else None, values))
+    word = encode((tuple(sorted(names)), tuple(sorted(state)) if strict else None, values, misfit))
     payload, _ = decide(joined, (word, ()), _loadable)
     problem = decode(payload)
     if problem is not None:
         raise StageUsageError(problem)
     for stage, known in local:
-        part = {name: state[whole] for whole, name in known.items() if whole in state}
+        part = {name: state[whole] for name in known if (whole := _whole_name(stage, name)) in state}
         set_model_state_dict(module_of(stage), part, options=StateDictOptions(strict=strict))
 
 
@@ -247,8 +246,10 @@ def _distinct(words: Sequence[Word]) -> Word:
 def _loadable(words: Sequence[Word]) -> Word:
     """Why the ranks' states cannot be loaded into their stages, if they cannot."""
     said = [decode(payload) for payload, _ in words]
-    names = {name for own, _, _ in said for name in own}
-    for rank, (own, given, _) in enumerate(said):
+    names = {name for own, *_ in said for name in own}
+    for rank, (own, given, _, misfit) in enumerate(said):
+        if misfit is not None:
+            return encode(f"rank {rank}: {misfit}"), ()
         if given is None:
             continue
         missing = sorted(set(own) - set(given))
@@ -260,7 +261,7 @@ def _loadable(words: Sequence[Word]) -> Word:
                 f"rank {rank}: no stage has {_some(unknown)} of the state; leave it out, or pass strict=False"
             ), ()
     tied: dict[str, tuple[int, str, int]] = {}
-    for _, _, values in said:
+    for _, _, values, _ in said:
         for group, stage, name, checksum in values:
             other, other_name, first = tied.setdefault(group, (stage, name, checksum))
             if first != checksum:
@@ -269,6 +270,18 @@ def _loadable(words: Sequence[Word]) -> Word:
                     " values in the state: give both the same"
                 ), ()
     return encode(None), ()
+
+
+def _misfit(stage: PipelineStage, known: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """Which tensor of the state has another shape than the stage's, if one has."""
+    for name, here in known.items():
+        given = state.get(_whole_name(stage, name))
+        if isinstance(here, torch.Tensor) and isinstance(given, torch.Tensor) and given.shape != here.shape:
+            return (
+                f"{_whole_name(stage, name)!r} of stage {stage.stage_index} has shape {tuple(here.shape)}, but"
+                f" {tuple(given.shape)} in the state: give the state of this model"
+            )
+    return None
 
 
 def _some(names: Sequence[str]) -> str:
@@ -308,7 +321,8 @@ def _initialised(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Meanwhile parameters that have no state yet have that of one before its first step.
 
     The optimizer makes it: a step with zero gradients, a learning rate of 0 and no weight decay, which some optimizers add to the
-    gradient, changes no parameter and gathers nothing. Then the count of steps is taken back.
+    gradient, changes no parameter and gathers nothing. Then the count of steps is taken back, and what else torch's optimizers
+    had otherwise before (:data:`_BEFORE`).
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     new = [parameter for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)]
@@ -333,15 +347,28 @@ def _initialised(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             parameter.grad = grad
         for group, known in zip(optimizer.param_groups, options, strict=True):
             group.update(known)
-    for parameter in new:
-        steps = optimizer.state[parameter].get("step")
-        if steps is not None:
-            optimizer.state[parameter]["step"] = torch.zeros_like(steps) if isinstance(steps, torch.Tensor) else 0
+    before = next((values for kind, values in _BEFORE.items() if isinstance(optimizer, kind)), {})
+    for group in optimizer.param_groups:
+        for parameter in set(group["params"]) & set(new):
+            state = optimizer.state[parameter]
+            for name, value in {"step": 0, **before}.items():
+                if name in state:
+                    first = group[value] if isinstance(value, str) else value
+                    old = state[name]
+                    state[name] = torch.full_like(old, first) if isinstance(old, torch.Tensor) else first
     try:
         yield
     finally:
         for parameter in new:
             optimizer.state.pop(parameter, None)
+
+
+# What a step moves even with zero gradients and no learning rate: its value before, or the option that gives it.
+_BEFORE: dict[type[torch.optim.Optimizer], dict[str, float | str]] = {
+    torch.optim.NAdam: {"mu_product": 1.0},
+    torch.optim.Rprop: {"step_size": "lr"},
+    torch.optim.ASGD: {"eta": "lr", "ax": 0.0},
+}
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -356,15 +383,23 @@ def _gathered(found: Mapping[str, Any], transport: Transport, to: int) -> dict[s
     whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in found.items()}
     tensors = {key: value.detach() for key, value in whole.items() if isinstance(value, torch.Tensor)}
     others = tuple((key, value) for key, value in whole.items() if key not in tensors)
+    payload, problem = b"", None
     try:
         payload = encode((tuple(tensors), others))
     except MetadataError as error:
-        transport.abort(str(error))  # the others wait for it
-        raise StageUsageError(
+        problem = (
             f"only tensors, numbers, texts and tuples of them can be gathered: {error}; save each rank's part instead"
-        ) from error
+        )
+    said, _ = decide(transport, (encode(problem), ()), _first_problem)
+    if (refused := decode(said)) is not None:
+        raise StageUsageError(refused)
     gathered: dict[str, Any] = {}
     for said, values in collect(transport, (payload, list(tensors.values())), to=to) or ():
         names, plain = decode(said)
         gathered |= dict(zip(names, values, strict=True)) | dict(plain)
     return gathered
+
+
+def _first_problem(words: Sequence[Word]) -> Word:
+    problems = [f"rank {rank}: {said}" for rank, (word, _) in enumerate(words) if (said := decode(word)) is not None]
+    return encode(problems[0] if problems else None), ()
