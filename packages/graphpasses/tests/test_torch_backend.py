@@ -20,7 +20,7 @@ from stepwell_graphpasses._collectives import comm_of, describe, starts
 from stepwell_graphpasses._graph import is_random, positions
 from stepwell_graphpasses._lint import find_problems
 from stepwell_graphpasses._memory import estimate_peak
-from stepwell_graphpasses._variants import FULL_AFTER_NONE
+from stepwell_graphpasses._variants import FULL_AFTER_NONE, FULL_AFTER_SCATTER, NONE, SCATTER
 from stepwell_graphpasses.exceptions import ConfigError, PassError, PeerMismatchError
 from stepwell_graphpasses.passes import (
     BucketPass,
@@ -185,6 +185,16 @@ def test_computation_keeps_its_order(config: dict[str, Any]) -> None:
     drawn = [node.name for node in after.graph().graph.nodes if is_random(node)]
     assert len(drawn) == 6
     assert computed(before.graph()) == computed(after.graph())
+
+
+@pytest.mark.parametrize("config", [{}, {"dp_mode": "hsdp", "fsdp_degree": 2, "grad_sync": "scatter"}])
+def test_graphs_of_accumulation_keep_the_rules_too(config: dict[str, Any]) -> None:
+    with fake_world(4):
+        c = compiled(PassConfig(pass_backend="torch", bucket_by="bytes", **config))
+        verify(c)
+        for variant in (SCATTER, FULL_AFTER_SCATTER) if "grad_sync" in config else (NONE, FULL_AFTER_NONE):
+            ours = compiled(PassConfig(bucket_by="bytes", **config)).graph(variant)
+            assert len(starts(c.graph(variant).graph)) == len(starts(ours.graph))
 
 
 def test_a_bucket_holds_no_more_than_it_may_and_says_what_it_is() -> None:
@@ -393,4 +403,4 @@ def only_one_has_costs() -> str:
 def test_costs_on_one_rank_only_are_refused_on_all(workers: WorkerPool) -> None:
     first, second = workers.run(only_one_has_costs, 2, deadline=60)
     assert "not all of them use a cost model" in first
-    assert "against" in second
+    assert "some ranks agree on costs while others are done" in second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ def explain(notes: Sequence[tuple[str, str]], subject: str | None) -> str:
     Raises:
         PlanError: there is nothing to say about the subject.
     """
+    named = re.compile(rf"(?<![\w.]){re.escape(subject or '')}(?!\w)")  # layers.1, but not layers.10
     chosen = [
         f"{name}: {text}"
         for name, text in notes
-        if subject is None or find_owner(subject, name) is not None or f" {subject}" in f" {text}"
+        if subject is None or find_owner(subject, name) is not None or named.search(text)
     ]
     if subject is not None and not chosen:
         known = sorted({name for name, _ in notes})

@@ -84,21 +84,23 @@ def _waits(joint: JointGraph) -> list[str]:
 
 def _in_flight(joint: JointGraph) -> list[str]:
     """Nobody writes to what a collective still reads, nor reads what one has overwritten by another name."""
+    writers = {node: targets for node in joint.graph.nodes if (targets := mutated_arguments(node))}
     collectives = [
         node
         for node in joint.graph.nodes
         if node.op == "call_function" and compat.is_functional_collective(node.target)
     ]
-    if not collectives:
+    if not writers or not collectives:
         return []
     position, roots = positions(joint.graph), memory_roots(joint.graph)
     writes: dict[fx.Node, list[fx.Node]] = {}
-    readers: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
-    overwritten = {root for node in collectives for target in mutated_arguments(node) for root in roots[target]}
-    for node in joint.graph.nodes:
-        for target in mutated_arguments(node):
+    for node, targets in writers.items():
+        for target in targets:
             for root in roots[target]:
                 writes.setdefault(root, []).append(node)
+    overwritten = {root for node in collectives for target in writers.get(node, ()) for root in roots[target]}
+    readers: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+    for node in joint.graph.nodes if overwritten else ():
         for source in node.all_input_nodes:
             for root in overwritten.intersection(roots[source]):
                 readers.setdefault(root, []).append((node, source))
@@ -110,7 +112,7 @@ def _in_flight(joint: JointGraph) -> list[str]:
                 for writer in writes.get(root, ()):
                     if begin < position[writer] < end:
                         problems[f"{writer} writes to {source}, which {node} reads until the wait for it"] = None
-        for target in mutated_arguments(node):
+        for target in writers.get(node, ()):
             for root in roots[target]:
                 for reader, source in readers.get(root, ()):
                     if position[source] < begin < position[reader]:

@@ -213,6 +213,12 @@ def agree(
             gathered, members = _exchange(topology, axis, votes)
             mine = {vote.rank: vote for part in gathered for vote in part if vote.rank in members}
             votes = [vote for part in gathered for vote in part]
+            if error is None and any(vote.numbers for vote in votes):
+                error = PeerMismatchError(
+                    "some ranks agree on costs while others are done: give every rank the same passes",
+                    ranks=[vote.rank for vote in votes if vote.numbers],
+                )
+                votes.append(Vote(dist.get_rank(), str(error)))
             if error is None and all(vote.error is None for vote in votes):
                 error = _difference([mine[rank] for rank in members if rank in mine], members)
                 if error is not None:
