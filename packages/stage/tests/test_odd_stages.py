@@ -286,3 +286,35 @@ def test_models_of_any_dtype(threads: Threads, dtype: torch.dtype) -> None:
         found.backward(torch.tensor(len(part) / ROWS, dtype=found.dtype))
     for module, right in zip(modules, model, strict=True):
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), right.parameters(), strict=True))
+
+
+def counts() -> list[float]:
+    """What the second of two stages got of a buffer that the first returns and moves on."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(100_000))
+
+        def forward(self, x: torch.Tensor, count: torch.Tensor | None = None) -> Any:
+            if count is not None:
+                time.sleep(0.02)
+                got.append(count[0].item())
+                return self.linear(x)
+            with torch.no_grad():
+                self.count += 1
+            return self.linear(x), self.count
+
+    got: list[float] = []
+    transport = C10dTransport()
+    stage = PipelineStage(Counts(), transport.rank, 2, "cpu")
+    executor = Executor(stage, gpipe(2, 8), functional.mse_loss, transport=transport)
+    step(executor, torch.ones(8, 4), torch.ones(8, 4))
+    transport.close()
+    return got
+
+
+def test_a_buffer_that_is_returned_crosses_as_it_was_then(workers: WorkerPool) -> None:
+    """Its memory itself was given to gloo, which reads it when the receiver is there: every microbatch got the last count."""
+    assert workers.run(counts, 2)[1] == [1.0, 2, 3, 4, 5, 6, 7, 8]

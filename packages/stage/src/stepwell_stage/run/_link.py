@@ -332,16 +332,16 @@ class OutLink(_End):
             # The other stage may change its inputs in place, and this one may need them in its backward: a copy for each.
             self.other.put(microbatch, [value.detach().clone() for value in values])
             return
-        self._values[microbatch] = values
+        # They leave at some time later. What autograd does not keep from changing until then (a buffer that the stage moves on)
+        # leaves as it is now.
+        self._values[microbatch] = [v.detach() if v.requires_grad else v.clone() for v in values]
         if look is not None:
             self._unsaid[group] = look
 
     def send(self, microbatch: int) -> None:
         """Post the send of the values."""
-        locals_ = []
-        for value in self._values.pop(microbatch):
-            local = value.detach()
-            locals_.append(local if type(local) is torch.Tensor else to_local_if_dtensor(local))
+        values = self._values.pop(microbatch)
+        locals_ = [v if type(v) is torch.Tensor else to_local_if_dtensor(v) for v in values]
         group = self.groups[microbatch]
         if group not in self.looks.values:
             op = self._send_ops(microbatch, 1)[0]
