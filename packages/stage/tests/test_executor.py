@@ -476,6 +476,35 @@ def test_a_batch_that_the_first_rank_refuses_is_refused_on_every_rank_and_the_ne
     assert other == [f"the first stage's rank refused the step: {own[0]}"]
 
 
+class Unreadable(dict[str, torch.Tensor]):
+    """A container whose own code fails."""
+
+    def keys(self) -> Any:
+        raise RuntimeError("no keys")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["gradients", "container"])
+def test_a_rank_that_cannot_begin_a_step_tells_the_others(threads: Threads, rank: int, how: str) -> None:
+    """Without gradients, or where a container of the batch raised, it raised before it told them: they waited for it."""
+
+    def run(transport: Transport) -> str:
+        stages = stages_for(transport, Placement.loop(2, 2), build_layers())
+        executor = Executor(stages, gpipe(2, 2), functional.mse_loss, transport=transport)
+        x, y = batch(4)
+        fails = transport.rank == rank
+        kwargs = {"kwarg_mbs": [Unreadable(), Unreadable()]} if fails and how == "container" else {}
+        with (
+            torch.set_grad_enabled(not (fails and how == "gradients")),
+            pytest.raises((StageUsageError, PeerFailure, RuntimeError)) as raised,
+        ):
+            executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None, **kwargs)
+        return str(raised.value)
+
+    words = "gradients are disabled here" if how == "gradients" else "no keys"
+    assert all(words in said for said in threads(run, 2, timeout=10.0))
+
+
 def test_a_rank_that_evaluates_while_others_train_is_an_error_on_both(threads: Threads) -> None:
     def confused(transport: Transport) -> str:
         executor = Executor(

@@ -189,16 +189,6 @@ class Executor:
         """
         if not self._train.has_backward:
             raise StageUsageError(f"{self.plan.schedule.name} has no backward: call eval()")
-        if not torch.is_grad_enabled():
-            raise StageUsageError(
-                "step() runs backward, but gradients are disabled here; leave torch.no_grad() or call eval()"
-            )
-        for stage in self.stages:
-            if stage.to_tie:
-                raise StageUsageError(
-                    f"the model was cut through tied parameters ({', '.join(stage.to_tie)}), and nothing keeps their copies"
-                    " equal: call tie(executor, split.tied) before the first step"
-                )
         with contextlib.ExitStack() as stack:
             for enter in self.around_step:
                 stack.enter_context(enter())
@@ -282,10 +272,12 @@ class Executor:
             self._is_open = True
         data = StepData((), (), None, (), return_outputs)
         try:
+            if run is self._train:
+                self._check_gradients()
             self._check(batch)
             cut = self._cut(batch, data, fewer=fewer) if self.is_first else None
-        except StageUsageError as error:
-            run.refuse(str(error))
+        except Exception as error:  # also of the batch's own containers
+            run.refuse(str(error) if isinstance(error, StageUsageError) else f"{type(error).__name__}: {error}")
             raise
         sizes = run.prepare(cut).sizes
         try:
@@ -315,6 +307,19 @@ class Executor:
         if self.is_last and return_outputs:
             return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)], self._output_spec)
         return None
+
+    def _check_gradients(self) -> None:
+        """Refuse a step whose gradients would not be made, or not be those of the model."""
+        if not torch.is_grad_enabled():
+            raise StageUsageError(
+                "step() runs backward, but gradients are disabled here; leave torch.no_grad() or call eval()"
+            )
+        for stage in self.stages:
+            if stage.to_tie:
+                raise StageUsageError(
+                    f"the model was cut through tied parameters ({', '.join(stage.to_tie)}), and nothing keeps their copies"
+                    " equal: call tie(executor, split.tied) before the first step"
+                )
 
     def _check(self, batch: Batch) -> None:
         """Refuse what is given on a rank where it does not belong."""
