@@ -618,3 +618,25 @@ def test_positions_and_complex_numbers_without_a_value_are_seen_too() -> None:
 
     with pytest.raises(StageUsageError, match="init_fn left turn, positions of stage 0 without a value"):
         split.module(0, device="cpu", init_fn=load)
+
+
+def test_a_variable_that_a_comprehension_of_its_own_statement_uses_too_crosses() -> None:
+    """It was taken for one of the comprehension alone: the last part did not know it."""
+
+    class Out(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            out = [out * 2 for out in x.unbind(0)]
+            x = self.layers[1](x)
+            return self.layers[2](x) + torch.stack(out)
+
+    model, x = Out(), torch.randn(2, 4)
+    split = split_sequential(model, 3)
+    value: Any = (x,)
+    for index in range(3):
+        value = split.module(index)(*value)
+    assert torch.equal(value, model(x))

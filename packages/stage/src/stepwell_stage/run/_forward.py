@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from ..exceptions import StageUsageError
+from ._syntax import bound
 
 # CPython 3.11 counts the depth of syntax trees in one place for all threads, and may fail where two make trees at once.
 _ONE_AT_A_TIME = threading.Lock()
@@ -49,15 +50,7 @@ class Step:
     @functools.cached_property
     def writes(self) -> frozenset[str]:
         """Variables that it may write."""
-        inner = {
-            name.id
-            for node in ast.walk(self.statement)
-            if isinstance(node, ast.comprehension)
-            for name in ast.walk(node.target)
-            if isinstance(name, ast.Name)
-        }
-        stored = {n.id for n in ast.walk(self.statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        return frozenset(stored - inner)
+        return frozenset(bound(self.statement))
 
     @property
     def surely_writes(self) -> frozenset[str]:
