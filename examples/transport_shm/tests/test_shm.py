@@ -9,6 +9,7 @@ import re
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -225,11 +226,18 @@ def dies_at(point: str) -> str:
     neighbours = [other for other in range(3) if other != rank]
     sends = [send_to(other, torch.ones(MIB), source=rank) for other in neighbours]
     recvs = [recv_from(other, MIB, at=rank) for other in neighbours]
-    if rank == 1 and point != "connected":
+    if rank == 1 and point not in ("connected", "forked"):
         handle = transport.post(sends if point == "sent" else recvs)
         if point == "waiting":
             threading.Timer(0.3, lambda: os.kill(os.getpid(), 9)).start()
             handle.wait()
+    if rank == 1 and point == "forked":
+        with warnings.catch_warnings(
+            action="ignore", category=DeprecationWarning
+        ):  # of threads, which the child has not
+            if os.fork() == 0:  # a process that outlives its rank, as loaders of data do
+                time.sleep(8)
+                os._exit(0)
     if rank == 1:
         die()
     error = in_time(lambda: [transport.post([*sends, *recvs]).wait() for _ in range(2)])
@@ -239,7 +247,7 @@ def dies_at(point: str) -> str:
     return error.reason
 
 
-@pytest.mark.parametrize("point", ["connected", "sent", "posted", "waiting"])
+@pytest.mark.parametrize("point", ["connected", "sent", "posted", "waiting", "forked"])
 def test_a_rank_that_dies_is_named(workers: WorkerPool, point: str) -> None:
     outcomes = workers.outcomes(dies_at, 3, point, deadline=20.0)
     assert outcomes[1].exit_code == -9

@@ -13,6 +13,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,7 @@ class SharedMemoryTransport:
                     f"rank {rank} of {size} did not meet the others in {timeout:g} s: {error}"
                 ) from error
             self._opened = opened.pop_all()
+        _of_this_process.add(self)
 
     @classmethod
     def from_environment(cls, *, timeout: float = 300.0) -> SharedMemoryTransport:
@@ -323,6 +325,19 @@ def _plain(send: Send) -> torch.Tensor:
         raise P2PUsageError(
             f"{send.op}: only plain tensors can be sent, not {type(tensor).__qualname__}: {error}"
         ) from error
+
+
+_of_this_process: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    """A forked process, such as a loader of data, keeps no socket open: it would look as if its rank still lived."""
+    for transport in _of_this_process:
+        for sock in transport._sockets.values():
+            sock.close()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 def _owned(file: int, opened: contextlib.ExitStack) -> int:
