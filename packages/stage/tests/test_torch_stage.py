@@ -152,6 +152,8 @@ class Breaks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        if self.where == "interrupt" and self.calls == 4:
+            raise KeyboardInterrupt
         if (self.where == "forward" and self.calls == 4) or (self.where == "beforehand" and self.calls == 1):
             raise ZeroDivisionError("a mistake in the model")
         y = self.module(x)
@@ -170,6 +172,7 @@ def failing() -> list[tuple[str, float]]:
         (pipelining.Schedule1F1B, "backward"),
         (pipelining.ScheduleInterleaved1F1B, "forward"),
         (pipelining.ScheduleZBVZeroBubble, "backward"),
+        (pipelining.Schedule1F1B, "interrupt"),
     ):
         looped = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
         place = Placement.v if kind is pipelining.ScheduleZBVZeroBubble else Placement.loop
@@ -183,7 +186,7 @@ def failing() -> list[tuple[str, float]]:
         x, y = batch()
         first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
         start = time.monotonic()
-        with pytest.raises((StageExecutionError, PeerFailure)) as failure:
+        with pytest.raises((StageExecutionError, PeerFailure, KeyboardInterrupt)) as failure:
             schedule.step(*((x,) if first else ()), target=y if last else None)
         found.append((f"{failure.type.__name__}: {failure.value}", time.monotonic() - start))
         transport.close()
@@ -193,6 +196,9 @@ def failing() -> list[tuple[str, float]]:
 def test_p150_when_a_stage_raises_under_torchs_schedules_every_rank_hears_it_in_seconds(workers: WorkerPool) -> None:
     """The others do not wait for the backend's timeout, though nobody ends."""
     for rank, found in enumerate(workers.run(failing, 3, deadline=60)):
+        words, seconds = found.pop()
+        assert seconds < 8
+        assert words.startswith("KeyboardInterrupt" if rank == 1 else "PeerFailure: rank 1")
         for (words, seconds), action in zip(found, ("1F0", "1F2", "1B2", "1F2", "1I2"), strict=True):
             assert seconds < 8, (rank, words, seconds)
             assert words.startswith("StageExecutionError" if rank == 1 else "PeerFailure: rank 1"), words

@@ -455,11 +455,11 @@ class TorchPrepare:
             return call()
         except TransportError:  # every rank learns of that by itself
             raise
-        except Exception as error:
+        except BaseException as error:
             if self._pipe.size > 1:
                 reason = str(error) if isinstance(error, StepwellError) else f"{type(error).__name__}: {error}"
                 self._pipe.abort(reason, stage=self.stage_index, microbatch=microbatch, action=name)
-            if isinstance(error, StepwellError):
+            if isinstance(error, StepwellError) or not isinstance(error, Exception):
                 raise
             where = "" if microbatch is None else f" microbatch {microbatch},"
             raise StageExecutionError(
