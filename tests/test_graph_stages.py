@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import stepwell
+import stepwell_stage
 from stepwell.exceptions import PipelineError
 from stepwell_graphpasses import GraphProgram, GraphStages, PassConfig, automatic_owners, shard, split_stages, trace
-from stepwell_graphpasses.exceptions import GraphUsageError
+from stepwell_graphpasses.exceptions import CaptureError, GraphUsageError
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport
 from stepwell_stage import StageProgram, clip_grad_norm_, load_state_dict, schedules, state_dict
@@ -310,3 +311,45 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_runs() -> No
         ),
     ):
         run(2, message, (StageExecutionError, GraphUsageError), act)  # type: ignore[arg-type]
+
+
+class Masked(nn.Module):
+    """A transformer in small whose glue makes a mask that every block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(8, 13)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1) + (tokens[:1] == 0).float() * -9.0
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_stage_of_split_is_refused_and_the_graph_is_cut_instead() -> None:
+    """A capture took all that such a stage computes for absent, and spoke of another way than the example's."""
+    torch.manual_seed(0)
+    model = Masked()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    pieces = stepwell_stage.split(model, 2, example=(batch(0, 2),))
+    placement = schedules.one_f_one_b(2, 4).placement
+    (stage,) = pieces.stages(placement, 0, "cpu")
+    with pytest.raises(CaptureError, match=r"a stage that stepwell_stage\.split\(\) made.* split_stages\(trace\(model"):
+        GraphProgram(stage.submodule)
+    stages = cut(model, 2)
+
+    def main(world: stepwell.World) -> Any:
+        pipe = stepwell.graph_pipeline(stages, models[world.rank], world, schedule="1f1b", microbatches=4)
+        return pipe.step(tokens=batch(1)).loss, dict(pipe.named_parameters())
+
+    found = stepwell.launch(main, ranks=2)
+    with one_thread():
+        loss, _ = one_process(model, batch(1))
+    assert [result[0] for result in found] == pytest.approx([loss] * 2, rel=1e-15)
+    for _, parameters in found:
+        for name, parameter in parameters.items():
+            assert torch.equal(parameter.grad, model.get_parameter(name).grad), name

@@ -107,12 +107,12 @@ def test_pieces_of_a_sharded_stage_gather_once_and_reduce_once() -> None:
             "backward_input": 0,
             "backward_weight": 0,
         }
-        whole = capture.whole
+        (whole,) = program._whole.values()
         for number, output in outputs.items():
             program.backward(number, "B", [output], [torch.ones_like(output)])
-        assert capture.whole is whole  # gathered once for both
+        assert list(program._whole.values()) == [whole]  # gathered once for both
         program.reshard()
-        assert capture.whole is None
+        assert not program._whole
         assert all(parameter.grad is None for parameter in program.module.parameters())
         program.reduce_grads()
         assert all(parameter.grad is not None for parameter in program.module.parameters())
@@ -251,3 +251,26 @@ def test_a_gradient_that_lies_otherwise_is_laid_out_as_the_graph_expects() -> No
         output = take(program, 0, x)
         (found,) = program.backward(0, "B", [output], [seed])
         assert torch.equal(found, torch.autograd.grad(Flat()(x), x, seed)[0])
+
+
+def uneven_replicas() -> list[torch.Tensor | None]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    program = GraphProgram(support.seeded(lambda: support.MLP(6, 6)), mesh=mesh)
+    for number in range(2):
+        rows = 3 if dist.get_rank() == number == 1 else 4
+        output = take(program, number, inputs(number)[0][:rows].detach().requires_grad_())
+        program.backward(number, "B", [output], [torch.ones_like(output)])
+    program.reduce_grads()
+    return [support.full(parameter.grad) for parameter in program.module.parameters()]
+
+
+def test_replicas_may_have_microbatches_of_different_sizes(workers: WorkerPool) -> None:
+    """A new size was captured, and gathered, by all replicas together: one that met it alone waited for the others."""
+    first, second = workers.run(uneven_replicas, 2, deadline=30)
+    model = support.seeded(lambda: support.MLP(6, 6))
+    for rank in range(2):
+        for number in range(2):
+            (model(inputs(number)[0][: 3 if rank == number == 1 else 4]).sum() / 2).backward()
+    for found, other, parameter in zip(first, second, model.parameters(), strict=True):
+        assert torch.equal(found, other)
+        assert torch.allclose(found, parameter.grad, rtol=1e-5)

@@ -57,6 +57,9 @@ def recombines(model: nn.Module, train_fn: Any, inputs: Any, owners: dict[str, i
     found = parts.run(*values(joint, model, inputs))
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    torch.manual_seed(2)
+    again = parts.run(*values(joint, model, inputs), whole_backward=True)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
     return parts
 
 
@@ -141,6 +144,58 @@ def test_values_that_skip_a_stage_cross_in_both_directions() -> None:
     ways = {(c.source, c.target, c.phase) for c in parts.crossings}
     assert {(0, 1, "forward"), (1, 2, "forward"), (0, 2, "forward")} <= ways
     assert {(2, 1, "backward"), (1, 0, "backward"), (2, 0, "backward")} <= ways
+
+
+class Views(nn.Module):
+    """What crosses are views: one of two halves, and one that lies in another order; and a pair, picked apart behind the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.blocks[0](x).chunk(2, dim=1)
+        c, index = torch.stack([a, b]).transpose(0, 1).max(1)
+        return self.blocks[1](torch.cat([c, b], dim=1)) * index.repeat(1, 2) + a.t().t().repeat(1, 2)
+
+
+def test_views_and_single_results_cross() -> None:
+    inputs = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
+    parts = recombines(support.seeded(Views), support.mse_loss, inputs, {"blocks.0": 0, "blocks.1": 1})
+    assert {c.phase for c in parts.crossings if c.source < c.target} == {"forward"}
+    made = {name for piece in parts.pieces for name in piece.outputs}
+    assert {c.name for c in parts.crossings} <= made
+
+
+def test_a_backward_is_its_two_parts_in_one() -> None:
+    model = support.seeded(lambda: support.TinyGPT(layers=2))
+    parts = recombines(model, support.gpt_loss, TOKENS, automatic_owners(model, 2))
+    whole, *halves = (parts.piece(1, kind) for kind in ("backward", "backward_input", "backward_weight"))
+    count = [sum(node.op == "call_function" for node in piece.module.graph.nodes) for piece in (whole, *halves)]
+    assert count[0] == count[1] + count[2]
+    assert set(whole.outputs) <= {name for half in halves for name in half.outputs}
+    assert set(whole.inputs) <= {name for half in halves for name in half.inputs}
+    assert [piece.stage for piece in parts.backwards] == [1, 0]
+
+
+def test_what_is_written_between_pieces_is_refused() -> None:
+    """Stage 0 wrote to a value after stage 1 had read it: run in pieces, stage 1 read what was written."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = self.blocks[0](x).detach()
+            row = a[0]
+            b = self.blocks[1](a * 2)
+            row.zero_()
+            return b
+
+    joint = trace(support.seeded(Late), support.mse_loss, {"x": torch.randn(4, 6), "y": torch.randn(4, 6)})
+    with pytest.raises((PassError, SplitError), match="must not be written in place"):
+        split(joint, {"blocks.0": 0, "blocks.1": 1})
 
 
 def test_sizes_cross_too_when_shapes_are_dynamic() -> None:

@@ -14,6 +14,7 @@ from ._codegen import compile_graph
 from ._collectives import comm_of
 from ._graph import JointGraph, emit, mutated_arguments, phase_of, value_of
 from ._memory import memory_roots
+from ._signature import Entry
 from .passes._split import Piece, pieces
 
 
@@ -58,33 +59,47 @@ class Ready:
         known.update(zip(self.piece.outputs, found, strict=True))
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class StagePieces:
-    """The pieces for microbatches of one kind. Mutable: it holds the whole parameters between unshard and reshard.
+    """The pieces for microbatches of one kind.
 
     Attributes:
         key: what they depend on besides the inputs.
+        signature: how they communicate.
         joint: the stage's graph, after passes.
         structure: how its outputs are nested.
         differentiable: which of them get a gradient.
         pieces: by kind.
-        whole: what unshard gathered.
+        inputs: names of all inputs: parameters, buffers, tensors, gradients of outputs.
+        layouts: how tensors and gradients of outputs lie in memory.
+        gathers: what the unshard piece makes of which parameters; pieces with the same can share it.
     """
 
     key: tuple[Any, ...]
+    signature: tuple[Entry, ...]
     joint: JointGraph
     structure: Any
     differentiable: tuple[int, ...]
     pieces: dict[str, Ready]
-    whole: dict[str, Any] | None = None
     inputs: list[str] = attrs.field(init=False)
     layouts: list[MemoryLayout] = attrs.field(init=False)
+    gathers: tuple[Any, ...] = attrs.field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        """The names of all inputs (parameters, buffers, tensors, gradients of outputs), and how tensors and gradients lie."""
-        nodes = self.joint.placeholders
-        self.inputs = [node.name for node in nodes]
-        self.layouts = [MemoryLayout.of(value_of(n)) for n in nodes[len(self.joint.table) + len(self.joint.buffers) :]]
+    @inputs.default
+    def _inputs(self) -> list[str]:
+        return [node.name for node in self.joint.placeholders]
+
+    @layouts.default
+    def _layouts(self) -> list[MemoryLayout]:
+        first = len(self.joint.table) + len(self.joint.buffers)
+        return [MemoryLayout.of(value_of(node)) for node in self.joint.placeholders[first:]]
+
+    @gathers.default
+    def _gathers(self) -> tuple[Any, ...]:
+        if "unshard" not in self.pieces:
+            return ()
+        (output,) = self.pieces["unshard"].piece.module.graph.find_nodes(op="output")
+        return tuple((comm_of(node), value_of(node).dtype) for node in output.args[0])
 
     @property
     def seeds(self) -> list[str]:

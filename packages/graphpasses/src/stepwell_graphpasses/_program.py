@@ -29,7 +29,7 @@ from ._pass import GraphPass, PassContext
 from ._pieces import Flight, StagePieces, cut
 from ._pipeline import PassPipeline
 from ._plan import ParallelPlan
-from ._signature import agree, signature
+from ._signature import agree, first_difference, signature
 from ._stage_graph import CutStage, StageGraph
 from ._table import parameter_table, plan_layouts
 from ._trace_stage import trace_stage
@@ -93,6 +93,7 @@ class GraphProgram:
         self._stage = stage
         self._live: LiveModel | None = None
         self._captures: list[StagePieces] = []
+        self._whole: dict[tuple[Any, ...], list[Any]] = {}
         self._flights: dict[int, Flight] = {}
         self._left: dict[int, Flight | None] = {}
         self._gradients: dict[str, torch.Tensor] = {}
@@ -134,8 +135,7 @@ class GraphProgram:
         else:
             wanted = tuple(place for place in places if place is not None)
             capture = self._captured(inputs, wanted, backward=backward)
-        self._gather(capture)
-        known = dict(capture.whole or {})
+        known = self._gather(capture)
         known |= zip(capture.inputs, self._values(capture, tensors), strict=False)
         capture.run("forward", known)
         results = [capture.value(node, known).detach() for node in capture.named("out").values()]
@@ -193,8 +193,7 @@ class GraphProgram:
 
     def reshard(self) -> None:
         """Let go of the whole parameters."""
-        for capture in self._captures:
-            capture.whole = None
+        self._whole.clear()
 
     def reduce_grads(self) -> None:
         """Reduce the gradients of all microbatches since the last time, and add them to the parameters' ``.grad``.
@@ -272,7 +271,10 @@ class GraphProgram:
         return (backward, received, training, tuple(live.trainable().values()), dtype)
 
     def _add(self, live: LiveModel, key: tuple[Any, ...], make: Callable[[], StageGraph]) -> StagePieces:
-        """Add pieces for another kind of microbatch, on all data-parallel ranks together; the first make parameters shards."""
+        """Add pieces for another kind of microbatch, on all data-parallel ranks together; the first make parameters shards.
+
+        Only the look of the inputs may be another on one rank alone, and then the ranks must meet as before.
+        """
         error: Exception | None = None
         entries: tuple[Any, ...] = ()
         try:
@@ -280,11 +282,20 @@ class GraphProgram:
                 graph = make()
                 passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
                 joint = self._passed(live, graph.joint, NONE, passes)
-                capture = StagePieces(key, joint, graph.structure, graph.differentiable, cut(joint))
                 entries = signature(joint)
+                capture = StagePieces(key, entries, joint, graph.structure, graph.differentiable, cut(joint))
         except Exception as problem:
             error = problem
-        agree(self._topology, error, entries)
+        known = next((one for one in self._captures if one.key == key), None)
+        if known is None:
+            agree(self._topology, error, entries)
+        elif error is not None:
+            raise error
+        elif (difference := first_difference(known.signature, entries)) is not None:
+            raise CaptureError(
+                f"microbatches that look like this one would communicate otherwise than those before, so replicas could not meet:"
+                f" {difference}; let all microbatches look alike"
+            )
         if self._live is None:
             live.commit(None)
             self._live = live
@@ -316,12 +327,16 @@ class GraphProgram:
         laid_out = (how.laid_out(tensor.detach()) for how, tensor in zip(capture.layouts, tensors, strict=False))
         return [*live.values(), *live.buffer_values(capture.joint.buffers), *laid_out]
 
-    def _gather(self, capture: StagePieces) -> None:
-        if capture.whole is None:
+    def _gather(self, capture: StagePieces) -> dict[str, Any]:
+        """The whole parameters; gathered once for all pieces that need the same of them."""
+        if "unshard" not in capture.pieces:
+            return {}
+        names = capture.pieces["unshard"].piece.outputs
+        if capture.gathers not in self._whole:
             known = dict(zip(capture.inputs, self._values(capture, ()), strict=False))
-            before = set(known)
             capture.run("unshard", known)
-            capture.whole = {name: value for name, value in known.items() if name not in before}
+            self._whole[capture.gathers] = [known[name] for name in names]
+        return dict(zip(names, self._whole[capture.gathers], strict=True))
 
     def _start(self, flight: Flight, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> bool:
         """Fill in the gradients of a microbatch's outputs; False where no root depends on any."""

@@ -2,9 +2,11 @@
 
 Each stage has up to six pieces, each a graph with named inputs and outputs::
 
-    unshard → forward → (later stages) → backward = backward_input + backward_weight → reduce
+    unshard → forward → (later stages) → backward_input → backward_weight → reduce
+                                         └───────── backward ───────────┘
 
-``backward_input`` computes what earlier stages wait for, ``backward_weight`` the rest; a zero-bubble schedule runs them apart.
+``backward_input`` computes what earlier stages wait for, ``backward_weight`` the rest; a zero-bubble schedule runs them apart,
+any other the two as one, ``backward``.
 The names at the boundaries are those of the values in the whole graph, so that the pieces put together are the whole.
 """
 
@@ -23,8 +25,10 @@ from .._pass import PassContext, PassContract
 from .._stages import assign, check_writes
 from ..exceptions import SplitError
 
-PieceKind = Literal["unshard", "forward", "backward_input", "backward_weight", "reduce"]
+PieceKind = Literal["unshard", "forward", "backward", "backward_input", "backward_weight", "reduce"]
 KINDS: tuple[PieceKind, ...] = ("unshard", "forward", "backward_input", "backward_weight", "reduce")
+
+_PARTS: tuple[PieceKind, ...] = ("backward_input", "backward_weight")
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +66,8 @@ class SplitGraph:
 
     Attributes:
         stages: number of stages.
-        pieces: the pieces, in an order in which they can run.
+        pieces: the pieces, in an order in which they can run, with each backward in its two parts.
+        backwards: for each stage that has one, its backward as one piece.
         crossings: every value that crosses from stage to stage.
         inputs: names of the whole graph's inputs.
         outputs: names of its outputs.
@@ -70,19 +75,30 @@ class SplitGraph:
 
     stages: int
     pieces: tuple[Piece, ...]
+    backwards: tuple[Piece, ...]
     crossings: tuple[Crossing, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
     def piece(self, stage: int, kind: PieceKind) -> Piece | None:
         """One piece; None where the stage has nothing of the kind."""
-        return next((p for p in self.pieces if (p.stage, p.kind) == (stage, kind)), None)
+        return next((p for p in (*self.pieces, *self.backwards) if (p.stage, p.kind) == (stage, kind)), None)
 
-    def run(self, *values: Any) -> tuple[Any, ...]:
-        """Run all pieces after another in this process; takes and gives what the whole graph does."""
+    def run(self, *values: Any, whole_backward: bool = False) -> tuple[Any, ...]:
+        """Run all pieces after another in this process; takes and gives what the whole graph does.
+
+        Args:
+            values: the graph's inputs.
+            whole_backward: whether each backward runs as one piece.
+        """
         known = dict(zip(self.inputs, values, strict=True))
+        wholes = {piece.stage: piece for piece in self.backwards}
+        order: dict[Piece, None] = {}
+        for piece in self.pieces:
+            is_part = whole_backward and piece.kind in _PARTS
+            order[wholes[piece.stage] if is_part else piece] = None
         with torch.no_grad():
-            for piece in self.pieces:
+            for piece in order:
                 known |= zip(piece.outputs, piece.module(*(known[name] for name in piece.inputs)), strict=True)
         return tuple(known[name] for name in self.outputs)
 
@@ -146,9 +162,17 @@ def pieces(joint: JointGraph) -> SplitGraph:
     check_writes(joint, {node: place[key] for key, nodes in members.items() for node in nodes})
     position = positions(graph)
     made = [_extract(joint, key, members[key], place, position) for key in order if key in members]
+    wholes: list[Piece] = []
+    for stage in reversed(range(count)):
+        parts = [node for kind in _PARTS for node in members.get((stage, kind), ())]
+        if parts:
+            last = (stage, next(kind for kind in reversed(_PARTS) if (stage, kind) in members))
+            parts.sort(key=position.__getitem__)
+            wholes.append(attrs.evolve(_extract(joint, last, parts, place, position), kind="backward"))
     return SplitGraph(
         stages=count,
         pieces=tuple(made),
+        backwards=tuple(wholes),
         crossings=_crossings(joint),
         inputs=tuple(node.name for node in joint.placeholders),
         outputs=tuple(node.name for node in joint.outputs),
