@@ -139,10 +139,10 @@ class StageForward:
 
     def _outputs(self, glue: StageGlue) -> tuple[torch.Tensor, ...]:
         """What was made, and emptiness in place of what is not made in this way."""
-        empty = torch.empty(0, device=self._absence.device)
-        outputs = [empty if one is None else one for one in glue.sent]
+        device = self._absence.device
+        outputs = [torch.empty(0, device=device) if one is None else one for one in glue.sent]
         if self._plan.says is not None:
-            outputs[self._plan.says] = torch.full((1,), glue.route.number, device=self._absence.device)
+            outputs[self._plan.says] = torch.full((1,), glue.route.number, device=device)
         return tuple(outputs)
 
 

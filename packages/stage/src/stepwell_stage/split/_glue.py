@@ -137,7 +137,7 @@ class StageGlue(Glue):
                 ) from error
             if taken is not None:
                 out = self._with(out, taken)
-        leaves = list(tensors_in(out))
+        leaves = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
         if leaves:
             self._made(number, name, leaves)
         return out

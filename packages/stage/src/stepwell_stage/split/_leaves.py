@@ -11,6 +11,9 @@ import attrs
 import torch
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_EMPTY = frozenset(
+    (*_PLAIN, type(None), slice, type(...))
+)  # classes of what holds no tensor, for most values are of these
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -23,7 +26,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
-    elif (names := _fields(value)) is not None:
+    elif type(value) not in _EMPTY and (names := _fields(value)) is not None:
         for name in names:
             yield from tensors_in(getattr(value, name, None))
 
@@ -53,12 +56,13 @@ def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
     return value
 
 
-def signature(value: Any, *, exact: bool = False) -> Hashable:
+def signature(value: Any, *, exact: bool = False, within: bool = False) -> Hashable:
     """What of a value decides how results look: shapes and dtypes of tensors, and plain Python values.
 
     Args:
         value: arguments of a module or of a function of torch.
         exact: whether objects of other kinds are refused; otherwise their class counts.
+        within: whether shapes of tensors in their attributes count too.
 
     Raises:
         TypeError: there is such an object.
@@ -68,17 +72,20 @@ def signature(value: Any, *, exact: bool = False) -> Hashable:
     if value is None or value is ... or isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, tuple | list):
-        return (type(value), *(signature(item, exact=exact) for item in value))
+        return (type(value), *(signature(item, exact=exact, within=within) for item in value))
     if isinstance(value, slice):
-        return (slice, *(signature(item, exact=exact) for item in (value.start, value.stop, value.step)))
+        return (slice, *(signature(item, exact=exact, within=within) for item in (value.start, value.stop, value.step)))
     if isinstance(value, Mapping):
-        return (type(value), *((str(name), signature(item, exact=exact)) for name, item in value.items()))
+        return (
+            type(value),
+            *((str(name), signature(item, exact=exact, within=within)) for name, item in value.items()),
+        )
     names = _fields(value)
     if names is not None:
-        return (type(value), *(signature(getattr(value, name, None), exact=exact) for name in names))
+        return (type(value), *(signature(getattr(value, name, None), exact=exact, within=within) for name in names))
     if exact:
         raise TypeError(f"a {type(value).__name__} has no signature")
-    return (type(value),)
+    return (type(value), *(tensor.shape for tensor in hidden_in(value))) if within else (type(value),)
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:

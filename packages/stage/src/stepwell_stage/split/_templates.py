@@ -12,7 +12,7 @@ from torch import nn
 
 from ..exceptions import StageUsageError
 from ._absent import Absence, memory_of
-from ._leaves import hidden_in, signature, tensors_in, with_tensors
+from ._leaves import signature, tensors_in, with_tensors
 
 # A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
 _Dim: TypeAlias = "int | tuple[tuple[int, int], ...]"
@@ -91,8 +91,8 @@ class Templates:
             args: what it takes.
             kwargs: likewise.
         """
-        hidden = tuple(tensor.shape for tensor in hidden_in((args, kwargs)))
-        key = (name, module.training, self._autocast(), signature(args), signature(kwargs), hidden, example)
+        looks = signature(args, within=True), signature(kwargs, within=True)
+        key = (name, module.training, self._autocast(), *looks, example)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._make(example, name, call, args, kwargs)
