@@ -239,3 +239,17 @@ def test_gradients_must_be_enabled() -> None:
     with torch.no_grad(), pytest.raises(StageUsageError, match=r"leave torch.no_grad\(\) or call eval\(\)"):
         schedule.step(x, target=y)
     schedule.step(x, target=y)
+
+
+@pytest.mark.parametrize(
+    ("cls", "given"), [(ScheduleLoopedBFS, []), (ScheduleZBVZeroBubble, "stage"), (ScheduleGPipe, "list")]
+)
+def test_a_stage_where_a_list_is_wanted_and_the_reverse(cls: Any, given: Any) -> None:
+    """They were an IndexError, a TypeError and an AttributeError from inside."""
+    stages = alone(1)
+    with pytest.raises(StageUsageError, match=f"{cls.__name__} takes this rank's PipelineStages"):
+        cls(
+            {"stage": stages[0], "list": stages}.get(given, given) if isinstance(given, str) else given,
+            2,
+            functional.mse_loss,
+        )

@@ -55,8 +55,13 @@ class _TorchSchedule:
                 "backward_requires_autograd=False is for torch's custom functions, which run a backward of their own under"
                 " torch.no_grad(); leave it out, and give Executor a StageProgram that has its own backward"
             )
+        self._stages = () if isinstance(stages, PipelineStage) else tuple(stages)
+        if not self._stages or not all(isinstance(stage, PipelineStage) for stage in self._stages):
+            raise StageUsageError(
+                f"{type(self).__name__} takes this rank's PipelineStages: one where torch's takes one, else a list of at least"
+                f" one; got {stages!r}"
+            )
         self.scale_grads = scale_grads
-        self._stages = tuple(stages)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._loss_kwargs: Mapping[str, Any] = {}
@@ -99,7 +104,7 @@ class _TorchSchedule:
     ) -> Any:
         """Run one batch: :meth:`Executor.step`, or where no ``loss_fn`` was given :meth:`Executor.eval`.
 
-        ``losses`` is emptied first; ``loss_kwargs`` go to the loss function with every microbatch.
+        ``losses`` holds the losses of this batch alone afterwards; ``loss_kwargs`` go to the loss function with every microbatch.
         """
         run = self.executor.eval if self._loss_fn is None else self.executor.step
         return self._call(run, args, target, losses, loss_kwargs, kwargs | {"return_outputs": return_outputs})
@@ -149,13 +154,15 @@ class _TorchSchedule:
         loss_kwargs: Mapping[str, Any] | None,
         options: dict[str, Any],
     ) -> Any:
-        if losses is not None and self.executor.is_last:
-            losses.clear()
+        found: list[torch.Tensor] = []
         self._loss_kwargs = loss_kwargs or {}
         try:
-            return run(*args, target=target, losses=losses, **options)
+            result = run(*args, target=target, losses=found, **options)
         finally:
             self._loss_kwargs = {}
+        if losses is not None and self.executor.is_last:
+            losses[:] = found
+        return result
 
 
 class PipelineScheduleSingle(_TorchSchedule):
