@@ -4,12 +4,16 @@ With a prefetch depth of 1 a gather starts when the one before it has arrived, s
 
     start 0 · wait 0 · start 1 · compute 0 · wait 1 · start 2 · compute 1 · …
 
+In backward, where memory is fullest when it begins and a module takes twice as long, it starts halfway through that computation:
+the place that activations have left by then is enough for it.
+
 A reduction is waited for when the next but one starts (or at the end), so at most two hold memory. Where a node goes depends on
 the graph alone, hence is the same on every rank; a cost model, if there is one, is agreed on first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,7 +33,7 @@ from ._torch_backend_overlap import is_product, wishes_of_torch
 
 
 class CostModel(Protocol):
-    """How long nodes take. Ranks may measure differently: the pass uses the largest cost that any rank names."""
+    """How long nodes take, in finite seconds from 0 up. Ranks may measure differently: the largest that any rank names counts."""
 
     def compute(self, node: fx.Node) -> float:
         """Seconds of one node that computes."""
@@ -194,6 +198,8 @@ class OverlapPass:
                     back += 1
             waiting.append(_gathered_bytes(node))
             place = begin if back < 0 else uses[back] - 0.25
+            if False and 0 <= back < index and phase_of(node) == "backward":
+                place = (uses[back] + uses[back + 1]) / 2
             if back == index:
                 place = uses[index] - 0.75
             if hidden is not None:
@@ -210,10 +216,21 @@ def _agreed(joint: JointGraph, context: PassContext, model: CostModel) -> dict[f
         comm = comm_of(node)
         if is_start(node):
             assert comm is not None
-            named.append(float(model.collective(comm.kind, comm.size, collective_bytes(node))))
+            named.append(_seconds(model.collective(comm.kind, comm.size, collective_bytes(node)), node))
         else:
-            named.append(float(model.compute(node)) if comm is None else 0.0)
+            named.append(_seconds(model.compute(node), node) if comm is None else 0.0)
     return dict(zip(nodes, agree_on_numbers(context.topology, named), strict=True))
+
+
+def _seconds(value: Any, node: fx.Node) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        raise ConfigError(
+            f"a cost model must name seconds, from 0 up; it says {value!r} for {node} ({node.target})",
+            field="costs",
+            value=value,
+        )
+    return float(value)
 
 
 def _hiding_place(
