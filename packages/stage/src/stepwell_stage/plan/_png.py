@@ -38,10 +38,10 @@ def to_png(*timelines: Timeline, path: str | os.PathLike[str], width: float = 10
     axes.axis("off")
     points = 0.72  # of type, per pixel at 100 dots an inch
     for box in drawn.boxes:
-        style = {"facecolor": box.colour, "linewidth": box.rim * points}
-        if box.rim or box.hatched:  # hatches have the colour of the edge
-            style |= {"edgecolor": "#ffffff", "hatch": "////" if box.hatched else None}
-        axes.add_patch(Rectangle((box.x, box.y), box.width, box.height, **style))
+        edge = "#ffffff" if box.rim or box.hatched else "none"  # hatches have its colour
+        hatch, line = "////" if box.hatched else None, box.rim * points
+        place = (box.x, box.y), box.width, box.height
+        axes.add_patch(Rectangle(*place, facecolor=box.colour, edgecolor=edge, hatch=hatch, linewidth=line))
         if box.text:
             size = min(11.0, box.height - 2) * points
             x, y = box.x + box.width / 2, box.y + box.height / 2

@@ -16,6 +16,7 @@ from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._order import prove_order
 from stepwell_p2p._step import Post, Step, Wait
 from stepwell_p2p._transport import Rules
+from stepwell_p2p.exceptions import DeadlockError
 
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
@@ -63,7 +64,13 @@ def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPo
     facts = _Facts(plan)
     ranks = [_Rank(facts, rank) for rank in range(len(plan.actions))]
     if len(ranks) > 1:
-        prove_order([rank.steps for rank in ranks], channels, rules)
+        try:
+            prove_order([rank.steps for rank in ranks], channels, rules)
+        except (
+            DeadlockError
+        ):  # it takes longer to name a million actions than to prove them: named when somebody will read it
+            prove_order([rank.labelled_steps() for rank in ranks], channels, rules)
+            raise
     return PlanProof(
         tuple(rank.peak_activations for rank in ranks),
         tuple(rank.peak_receives for rank in ranks),
@@ -121,6 +128,7 @@ class _Rank:
         self.messages = facts.messages
         self.stages = frozenset(facts.plan.placement.stages_of(rank))
         self.steps: list[Step] = []
+        self.actions: list[Action] = []  # of each step
         self.held = self.receives = self.sends = 0
         self.peak_activations = self.peak_receives = self.peak_sends = self.peak_unsharded = 0
         self.num_messages = 0
@@ -133,6 +141,14 @@ class _Rank:
         for action in self.row:
             self._take(action)
             self.at += 1
+
+    def labelled_steps(self) -> list[Step]:
+        """The steps, with their actions as labels."""
+        return [attrs.evolve(step, label=str(action)) for step, action in zip(self.steps, self.actions, strict=True)]
+
+    def _add(self, step: Step, action: Action) -> None:
+        self.steps.append(step)
+        self.actions.append(action)
 
     def _check_compute(self) -> None:
         """The plan computes what its schedule says, in that order; and note what else the proof has to know beforehand."""
@@ -199,7 +215,7 @@ class _Rank:
             if step < 0:
                 missing = self.messages.describe(port.base + microbatch)
                 self._refuse(action, f"the RECV of {missing} must come before it")
-            self.steps.append(Wait(step, str(action)))
+            self._add(Wait(step), action)
 
     def _compute(self, leaf: Action) -> None:
         facts, stage, kind = self.facts, leaf[0], leaf[1]
@@ -227,7 +243,7 @@ class _Rank:
             if steps[message] >= 0:
                 self._refuse(action, f"{self.messages.describe(message)} is received twice")
             steps[message] = len(self.steps)
-        self.steps.append(Post(self.facts.ops(numbers, action[1]), str(action)))
+        self._add(Post(self.facts.ops(numbers, action[1])), action)
         self.receives += len(numbers)
         self.peak_receives = max(self.peak_receives, self.receives)
 
@@ -242,7 +258,7 @@ class _Rank:
             if steps[message] >= 0:
                 self._refuse(action, f"{self.messages.describe(message)} is sent twice")
             steps[message] = len(self.steps)
-        self.steps.append(Post(facts.ops(numbers, action[1]), str(action)))
+        self._add(Post(facts.ops(numbers, action[1])), action)
         self.sends += len(numbers)
         self.num_messages += len(numbers)
         self.peak_sends = max(self.peak_sends, self.sends)
@@ -255,7 +271,7 @@ class _Rank:
             if facts.waited[message]:
                 self._refuse(action, f"{self.messages.describe(message)} is waited for twice")
             facts.waited[message] = 1
-        self.steps.append(Wait(facts.send_step[numbers[0]], str(action)))
+        self._add(Wait(facts.send_step[numbers[0]]), action)
         self.sends -= len(numbers)
 
     def _data_parallel(self, action: Action) -> None:

@@ -18,6 +18,7 @@ from stepwell_p2p._placement import Placement
 
 from ..exceptions import ScheduleError, StageUsageError
 from ._auto import zero_bubble
+from ._balance import balance
 from ._costs import Costs
 from ._lower import Plan, lower
 from ._schedule import Schedule
@@ -132,24 +133,28 @@ def plan_search(
     names = tuple(schedules) if schedules is not None else tuple(SEARCHED)
     _check(layers, num_ranks, batch_size, names)
     counts = tuple(num_microbatches) if num_microbatches is not None else tuple(_divisors(batch_size, 8 * num_ranks))
+    if not counts:
+        raise StageUsageError("no number of microbatches was given to try")
     for count in counts:
         if count < 1 or batch_size % count:
             raise StageUsageError(f"{count} microbatches do not divide a batch of {batch_size}")
     depths = sorted({n for n in stages_per_rank if n >= 1 and n * num_ranks <= len(layers)})
     search = _Model(layers, memory_limit, network or Costs.uniform(1), batch_size, most_simulations)
+    tried = [(name, depth) for name in names for depth in depths if depth in (SEARCHED[name].depths or depths)]
+    if not tried:
+        raise ScheduleError(
+            f"{len(layers)} layers on {num_ranks} ranks are too few for {', '.join(names)}, with as many stages a rank as were"
+            " asked for"
+        )
     found: dict[str, PlanChoice] = {}
-    for name in names:
-        family = SEARCHED[name]
-        for depth in (n for n in depths if family.depths is None or n in family.depths):
-            for count in sorted(
-                counts, reverse=True
-            ):  # many microbatches are mostly faster: slower ones are then ruled out
-                below = found[name].makespan if name in found else math.inf
-                choice = _Sizes(search, family, num_ranks, count, depth).best(below)
-                if choice is not None:
-                    found[name] = choice
+    for name, depth in tried:
+        for count in sorted(counts, reverse=True):  # more are mostly faster: fewer are then ruled out
+            below = found[name].makespan if name in found else math.inf
+            choice = _Sizes(search, SEARCHED[name], num_ranks, count, depth).best(below)
+            if choice is not None:
+                found[name] = choice
     if not found:
-        raise ScheduleError(search.explain(names, num_ranks))
+        raise ScheduleError(search.explain())
     choices = tuple(sorted(found.values(), key=lambda choice: choice.makespan))
     return PlanSearch(choices[0], choices)
 
@@ -242,15 +247,10 @@ class _Model:
     def starts(self, size: int) -> list[tuple[int, ...]]:
         """Equal cuts, and balanced ones."""
         equal = tuple(stage * len(self.layers) // size for stage in range(size))
-        return list(dict.fromkeys((equal, balanced([layer.forward + layer.backward for layer in self.layers], size))))
+        return list(dict.fromkeys((equal, balance([layer.forward + layer.backward for layer in self.layers], size))))
 
-    def explain(self, names: Sequence[str], num_ranks: int) -> str:
+    def explain(self) -> str:
         """Why nothing was found."""
-        if self.leanest is None and self.limit == math.inf:
-            return (
-                f"{len(self.layers)} layers on {num_ranks} ranks are too few for {', '.join(names)}, with as many stages a rank"
-                " as were asked for"
-            )
         if self.leanest is None:
             return f"nothing fits into {self.limit} bytes a rank: the parameters alone, or one microbatch, take more"
         need, how = self.leanest
@@ -351,33 +351,6 @@ class _Sizes:
                 least = max(least, reached + max(forwards[rank] + lean[rank] - gain, 0.0))
             reached += costs.forward[stage]
         return least
-
-
-def balanced(times: Sequence[float], size: int) -> tuple[int, ...]:
-    """Cuts of layers into stages whose slowest stage is as fast as can be: bisection on the bound of a stage's time."""
-    sums = sorted({sum(times[a:b]) for a in range(len(times)) for b in range(a + 1, len(times) + 1)})
-    low, high = 0, len(sums) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fill(times, sums[middle], size) is not None else (middle + 1, high)
-    cuts = _fill(times, sums[low], size)
-    assert cuts is not None  # the largest bound, all layers together, always has cuts
-    return cuts
-
-
-def _fill(times: Sequence[float], bound: float, size: int) -> tuple[int, ...] | None:
-    """Cuts into ``size`` stages of at most ``bound`` each, filled from the front; None if there are none."""
-    bound *= 1 + 1e-12  # sums in another order may differ in the last bit
-    cuts, total = [0], 0.0
-    for number, seconds in enumerate(times):
-        needed = len(times) - number <= size - len(cuts)  # a layer for every stage that is left
-        if number and (needed or total + seconds > bound):
-            cuts.append(number)
-            total = 0.0
-        total += seconds
-        if total > bound:
-            return None
-    return tuple(cuts) if len(cuts) == size else None
 
 
 def _neighbours(cuts: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
