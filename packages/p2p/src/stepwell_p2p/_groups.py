@@ -25,7 +25,7 @@ from ._compat import gloo_groups
 from .exceptions import TransportError
 
 _STILL_CONNECTING = timedelta(seconds=2)
-_PAUSE = 0.01  # seconds between two looks for a member
+_PAUSE = 0.002  # seconds between two looks for a member
 
 
 @attrs.frozen(eq=False)
