@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepwell_p2p import Transport
-from stepwell_stage import Executor, PipelineStage, Schedule
+from stepwell_stage import Executor, Kind, PipelineStage, Schedule, lower
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WIDTH = 16
@@ -49,49 +49,77 @@ class _Sleep(torch.autograd.Function):
         return grad, grad.sum(0), None, None
 
 
-def by_hand(module: nn.Module, microbatches: int, x: torch.Tensor, y: torch.Tensor) -> Step:
-    """1F1B with the same messages and nothing else: the limit to approach."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    parts, targets = x.tensor_split(microbatches), y.tensor_split(microbatches)
-    warm_up = min(size - 1 - rank, microbatches)
+def by_hand(
+    modules: Sequence[nn.Module], schedule: Schedule, x: torch.Tensor, y: torch.Tensor, loss_fn: LossFn | None = None
+) -> Step:
+    """The same schedule with the same messages, posted in the same order, and nothing else: the limit to approach.
+
+    Every value looks like a microbatch of ``x``. An I runs the whole backward.
+    """
+    rank, count, loss_fn = dist.get_rank(), schedule.num_microbatches, loss_fn or nn.functional.mse_loss
+    ranks, last = schedule.placement.ranks, schedule.placement.num_stages - 1
+    module_of = dict(zip(schedule.placement.stages_of(rank), modules, strict=True))
+    parts, targets = x.tensor_split(count), y.tensor_split(count)
+    actions = [leaf for action in lower(schedule).actions[rank] for leaf in action.leaves]
+    group = dist.group.WORLD
 
     def step() -> None:
-        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        inputs: dict[tuple[int, int], torch.Tensor] = {}
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
+        grads: dict[tuple[int, int], torch.Tensor] = {}
+        # Works are kept until the next is waited for: gloo's thread still uses one that has just ended.
+        coming: dict[tuple[int, int, int], tuple[torch.Tensor, Any]] = {}
         sent: list[Any] = []
 
-        def forward(m: int) -> None:
-            if rank:
-                value = torch.empty_like(parts[m])
-                dist.irecv(value, rank - 1, tag=2 * m).wait()
-                value.requires_grad_()
-            else:
-                value = parts[m]
-            output = module(value)
-            if rank < size - 1:
-                sent.append(dist.isend(output.detach(), rank + 1, tag=2 * m))
-            else:
-                output = nn.functional.mse_loss(output, targets[m]) / microbatches
-            kept[m] = (value, output)
+        def recv(stage: int, m: int, source: int) -> None:
+            value = torch.empty_like(parts[m])
+            coming[stage, m, source] = value, group.recv([value], ranks[source], 2 * (source * count + m))
 
-        def backward(m: int) -> None:
-            value, output = kept.pop(m)
-            if rank < size - 1:
-                grad = torch.empty_like(output)
-                dist.irecv(grad, rank + 1, tag=2 * m + 1).wait()
-                output.backward(grad)
-            else:
-                output.backward()
-            if rank:
-                sent.append(dist.isend(value.grad, rank - 1, tag=2 * m + 1))
+        def send(value: torch.Tensor, stage: int, m: int, destination: int) -> None:
+            sent.append(group.send([value], ranks[destination], 2 * (stage * count + m)))
 
-        for m in range(warm_up):
-            forward(m)
-        for m in range(microbatches):
-            if m + warm_up < microbatches:
-                forward(m + warm_up)
-            backward(m)
-        for work in sent:
+        def take(stage: int, m: int, source: int) -> torch.Tensor:
+            nonlocal work
+            value, work = coming.pop((stage, m, source))
             work.wait()
+            return value
+
+        work = None
+        for action in actions:
+            kind, stage, m = action.kind, action.stage, action.microbatch
+            if kind is Kind.RECV_F:
+                recv(stage, m, stage - 1)
+            elif kind is Kind.RECV_B:
+                recv(stage, m, stage + 1)
+            elif kind is Kind.F:
+                if stage == 0:
+                    inputs[stage, m] = parts[m]
+                else:
+                    if (stage, m) not in inputs:
+                        inputs[stage, m] = take(stage, m, stage - 1)
+                    inputs[stage, m].requires_grad_()
+                output = module_of[stage](inputs[stage, m])
+                if stage == last:
+                    output = loss_fn(output, targets[m]) / count
+                elif ranks[stage + 1] == rank:
+                    inputs[stage + 1, m] = output.detach().clone()
+                outputs[stage, m] = output
+            elif kind is Kind.SEND_F:
+                send(outputs[stage, m].detach(), stage, m, stage + 1)
+            elif kind in (Kind.B, Kind.I):
+                output, value = outputs.pop((stage, m)), inputs.pop((stage, m))
+                if stage == last:
+                    output.backward()
+                else:
+                    grad = grads.pop((stage, m)) if (stage, m) in grads else take(stage, m, stage + 1)
+                    output.backward(grad)
+                if stage:
+                    assert value.grad is not None
+                    grads[stage - 1, m] = value.grad
+            elif kind is Kind.SEND_B:
+                send(grads.pop((stage - 1, m)), stage, m, stage - 1)
+        for ended in sent:
+            ended.wait()
 
     return step
 

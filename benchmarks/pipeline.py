@@ -61,7 +61,7 @@ class Size:
     memory: int
 
 
-FULL = Size(40, tuple(schedules.BY_NAME), ((8, 9), (32, 5)), 9, (8, 64, 512), (1, 2, 4, 8), 11, 256)
+FULL = Size(40, tuple(schedules.BY_NAME), ((8, 7), (32, 5)), 9, (8, 64, 512), (1, 2, 4, 8), 11, 256)
 QUICK = Size(7, ("1f1b", "interleaved-1f1b", "zbv"), ((8, 3),), 3, (8, 64), (1, 4), 5, 64)
 
 
@@ -78,7 +78,7 @@ def trivial(microbatches: int, turns: int) -> Times:
     schedule, gloo, shm = schedules.one_f_one_b(RANKS, microbatches), C10dTransport(), shared_memory()
     found = take_turns(
         {
-            "by hand": by_hand(nn.Linear(WIDTH, WIDTH), microbatches, x, y),
+            "by hand": by_hand([nn.Linear(WIDTH, WIDTH)], schedule, x, y),
             "stepwell": ours([nn.Linear(WIDTH, WIDTH)], schedule, x, y, gloo),
             "torch": torchs([nn.Linear(WIDTH, WIDTH)], "1f1b", microbatches, x, y),
             "stepwell, shared memory": ours([nn.Linear(WIDTH, WIDTH)], schedule, x, y, shm),
@@ -99,7 +99,10 @@ def sleeping(name: str, microbatches: int, turns: int) -> Times:
         return [Sleeps(FORWARD / per_rank, 2 * FORWARD / per_rank) for _ in range(per_rank)]
 
     transport = C10dTransport()
-    contestants = {"stepwell": ours(modules(), schedule, x, y, transport)}
+    contestants = {
+        "by hand": by_hand(modules(), schedule, x, y),
+        "stepwell": ours(modules(), schedule, x, y, transport),
+    }
     if name != "zb-h1":  # torch has no such schedule
         contestants["torch"] = torchs(modules(), name, microbatches, x, y)
     found = take_turns(contestants, turns)
@@ -138,19 +141,19 @@ def model(name: str, microbatches: int, sequences: int, turns: int) -> Times:
 
 
 def growth(microbatches: tuple[int, ...], per_rank: tuple[int, ...], turns: int) -> Times:
-    """By size; contestants of one run, so that what else the machine does meets all of them."""
-    transport = C10dTransport()
-    contestants = {}
-    for count in microbatches:
-        schedule = schedules.one_f_one_b(RANKS, count)
-        contestants[f"M = {count}"] = ours([nn.Linear(WIDTH, WIDTH)], schedule, *numbers(count), transport)
+    """By size, and "by hand" of that size; contestants of one run, so that what else the machine does meets all of them."""
+    made = {f"M = {count}": schedules.one_f_one_b(RANKS, count) for count in microbatches}
+    made |= {f"{n} stages": schedules.interleaved_1f1b(RANKS, 16, stages_per_rank=n) for n in per_rank}
+    contestants, transports = {}, []
+    for name, schedule in made.items():
+        transport = C10dTransport(name=name)  # each has channels of its own
+        transports.append(transport)
+        batch = numbers(schedule.num_microbatches)
+        stages = range(schedule.placement.num_stages // RANKS)
+        contestants[name] = ours([nn.Linear(WIDTH, WIDTH) for _ in stages], schedule, *batch, transport)
+        contestants[f"{name} by hand"] = by_hand([nn.Linear(WIDTH, WIDTH) for _ in stages], schedule, *batch)
     found = take_turns(contestants, turns)
-    transport.close()
-    for stages in per_rank:  # each has channels of its own
-        transport = C10dTransport()
-        schedule = schedules.interleaved_1f1b(RANKS, 16, stages_per_rank=stages)
-        step = ours([nn.Linear(WIDTH, WIDTH) for _ in range(stages)], schedule, *numbers(16), transport)
-        found |= take_turns({f"{stages} stages": step}, turns)
+    for transport in transports:
         transport.close()
     return found
 
@@ -210,7 +213,8 @@ def trivial_table(pool: WorkerPool, size: Size) -> Table:
 
 
 def sleeping_table(pool: WorkerPool, size: Size) -> Table:
-    table = Table("Sleeping stages: step ÷ ideal makespan of that schedule", ["schedule", "M", "stepwell", "torch"])
+    columns = ["schedule", "M", "by hand", "stepwell", "÷ by hand", "torch"]
+    table = Table("Sleeping stages: step ÷ ideal makespan of that schedule", columns)
     for name in size.names:
         for microbatches, turns in size.sleeping:
             found = pool.run(sleeping, RANKS, name, microbatches, turns, deadline=300)
@@ -220,11 +224,12 @@ def sleeping_table(pool: WorkerPool, size: Size) -> Table:
             # A custom Function runs backward once: its I does all, and W nothing.
             costs = Costs([share] * stages, [2 * share] * stages, [2 * share] * stages, [0.0] * stages)
             ideal = simulate(lower(schedule), costs).makespan
-            ratios = [
+            hand, mine, theirs = (
                 spread(slowest(found, who), 1 / ideal, "", 3) if who in found[0] else "none"
-                for who in ("stepwell", "torch")
-            ]
-            table.add(name, str(microbatches), *ratios)
+                for who in ("by hand", "stepwell", "torch")
+            )
+            over = statistics.median(slowest(found, "stepwell")) / statistics.median(slowest(found, "by hand"))
+            table.add(name, str(microbatches), hand, mine, f"{over:.3f}", theirs)
     return table
 
 
@@ -248,19 +253,22 @@ def model_table(pool: WorkerPool, size: Size) -> Table:
 
 def growth_table(pool: WorkerPool, size: Size) -> Table:
     found = pool.run(growth, RANKS, size.growth, size.per_rank, size.turns, deadline=500)
-    columns = ["size", "step", "wall per slot", "CPU per action"]
+    columns = ["size", "step", "÷ by hand", "wall per slot", "by hand", "CPU per action", "by hand"]
     table = Table("Growth: 1F1B, and interleaved 1F1B with M = 16, trivial stages, stepwell", columns)
     for name in found[0]:
+        if name.endswith(" by hand"):
+            continue
         number = int(name.removeprefix("M = ").removesuffix(" stages"))
         microbatches, stages = (number, 1) if name.startswith("M") else (16, number)
-        wall, cpu = slowest(found, name), total(found, name)
         actions = 2 * microbatches * stages
         slots = actions + 2 * (RANKS - 1)  # with the time in which the pipeline fills and drains
+        walls, cpus = ([times(found, who) for who in (name, f"{name} by hand")] for times in (slowest, total))
         table.add(
-            name if stages == 1 and name.startswith("M") else f"{stages} stages per rank",
-            spread(wall),
-            f"{statistics.median(wall) / slots * 1e6:.0f} µs",
-            f"{statistics.median(cpu) / (actions * RANKS) * 1e6:.0f} µs",
+            name if name.startswith("M") else f"{stages} stages per rank",
+            spread(walls[0]),
+            ratio(*walls),
+            *(f"{statistics.median(wall) / slots * 1e6:.0f} µs" for wall in walls),
+            *(f"{statistics.median(cpu) / (actions * RANKS) * 1e6:.0f} µs" for cpu in cpus),
         )
     return table
 
