@@ -133,6 +133,21 @@ def test_inputs_that_are_missing_or_new(threads: Callable[..., Any]) -> None:
         threads(lambda transport: run(transport, Row(), X, X, scale=2.0), 2)
 
 
+def test_a_plain_input_that_only_the_first_stage_is_given(threads: Callable[..., Any]) -> None:
+    """The others went on with the example's, and the loss was that of no model."""
+
+    def one(transport: Transport, scale: float) -> float | None:
+        cut = split(Row(), 2, example={"x": X, "scale": 2.0}, inputs="first")
+        stages = cut.stages(Placement.loop(2, 2), transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedules.gpipe(2, 2), lambda loss: loss)
+        executor.step(**({"x": X, "scale": scale} if transport.rank == 0 else {}), return_outputs=False)
+        return None if executor.loss is None else executor.loss.item()
+
+    with pytest.raises(StageUsageError, match=r"stage 0 was given scale=3\.0, .*unlike any example.*inputs=\"every\""):
+        threads(one, 2, 3.0)
+    assert threads(one, 2, 2.0)[1] is not None
+
+
 def test_a_model_on_the_meta_device_that_decides_by_data() -> None:
     with torch.device("meta"):
         model = Row(lambda x, number: x * x.max().item())

@@ -26,12 +26,17 @@ absent. Its forward runs under a function mode (`_glue`) which counts as before;
 that one, at the number of a sent one it keeps it, and at the last number that matters it stops. If anything comes in another
 order than it did in the example, the step is refused.
 
+**Several ways.** A forward that does not always go the same way is looked at once for each (`_ways`). Until two ways part, by the
+name of a call or operation, they are one: a value crosses in both if it crosses in one, and no stage needs to know which it is.
+From there on each has values of its own, on the same wires; a wire without one carries an empty tensor. A stage follows the names
+and so finds out; it stops where no way that is left has more for it to do, and says which these are to those that it sends to.
+
 **What else crosses the cut.** Of tensors in one memory that glue changes in place only the first crosses; the others are made
 of it again. A value with random numbers in it, or a hook on its gradient, is made on one stage alone. What a checkpoint encloses
 is on one stage, for it runs again in backward (`_frames`). Counters of glue run on every stage, to the forward's end (`_state`).
 
-What this cannot do is said before anything is sent: values that would go back to an earlier stage, forwards that differ from
-batch to batch outside of units, state of glue that depends on what units make.
+What this cannot do is said before anything is sent: values that would go back to an earlier stage, ways that no example showed,
+what leaves a unit by another way than its return, state of glue that depends on what units make.
 """
 
 from __future__ import annotations
