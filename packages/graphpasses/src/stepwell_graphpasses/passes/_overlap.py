@@ -198,7 +198,7 @@ class OverlapPass:
                     back += 1
             waiting.append(_gathered_bytes(node))
             place = begin if back < 0 else uses[back] - 0.25
-            if False and 0 <= back < index and phase_of(node) == "backward":
+            if 0 <= back < index and phase_of(node) == "backward":
                 place = (uses[back] + uses[back + 1]) / 2
             if back == index:
                 place = uses[index] - 0.75
