@@ -118,7 +118,18 @@ class Rebound(Layers):
         return x
 
 
-@pytest.mark.parametrize("kind", [Comprehension, Nested, Lambda, Condition, Count, Rebound])
+class Several(Layers):
+    """Layers that were named two at once were taken for values that cross, and refused in the first step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = again = self.layers[0]
+        second, third = self.layers[1], self.net
+        second, third = third, second
+        x = again(x) + first.bias
+        return third(second(x))
+
+
+@pytest.mark.parametrize("kind", [Comprehension, Nested, Lambda, Condition, Count, Rebound, Several])
 def test_a_name_means_in_a_part_what_it_means_in_the_model(kind: type[nn.Module]) -> None:
     assert_parts_are_the_model(kind)
 

@@ -214,13 +214,19 @@ class _Reader:
         return True
 
     def _names_a_layer(self, statement: ast.Assign) -> bool:
-        """Whether it only gives a layer another name."""
-        if len(statement.targets) != 1 or not isinstance(statement.targets[0], ast.Name):
-            return False
-        value = self._resolve(statement.value)
-        if not isinstance(value, nn.Module) or value is self.model:
-            return False
-        self._set(statement.targets[0].id, value)
+        """Whether it only gives layers other names."""
+        names: dict[str, nn.Module] = {}
+        for target in statement.targets:
+            pairs = [(target, statement.value)]
+            if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+                pairs = list(itertools.zip_longest(target.elts, statement.value.elts))
+            for name, part in pairs:
+                value = self._resolve(part)
+                if not isinstance(name, ast.Name) or not isinstance(value, nn.Module) or value is self.model:
+                    return False
+                names[name.id] = value
+        for variable, layer in names.items():
+            self._set(variable, layer)
         return True
 
     def _set(self, name: str, value: _Value) -> None:
