@@ -187,14 +187,15 @@ def cut(model: nn.Module, stages: int) -> GraphStages:
 )
 def test_loss_and_gradients_are_those_of_one_process_bit_for_bit(ranks: int, schedule: str, tied: bool) -> None:
     def main(world: stepwell.World) -> Any:
-        pipe = stepwell.graph_pipeline(stages, models[world.rank], world, schedule=plan)
+        pipe = stepwell.graph_pipeline(stages, model, world, schedule=plan)
         for seed in range(2):
-            models[world.rank].zero_grad()
+            for parameter in pipe.parameters():
+                parameter.grad = None
             result = pipe.step(tokens=batch(seed))
         return result.loss, pipe.executor.named_losses, dict(pipe.named_parameters())
 
     reference = made(tied=tied)
-    models = [copy.deepcopy(reference) for _ in range(ranks)]
+    model = copy.deepcopy(reference)  # of all ranks, as threads share it; a tied weight is copied for its second stage
     plan = schedules.BY_NAME[schedule](ranks, 4)
     stages = cut(reference, plan.placement.num_stages)
     found = stepwell.launch(main, ranks=ranks)

@@ -117,6 +117,9 @@ class StageBuilder:
             step_inputs=step_inputs,
             constants=dict(leaf for leaf in joint.guards.leaves if not isinstance(leaf, TensorGuard)),
             canonical={self._names(one)[0]: one.name for one in self.parameters},
+            copied=frozenset(
+                self._names(one)[0] for one in (*self.parameters, *self.buffers) if self.index != min(one.by_stage)
+            ),
             whole=joint.table,
             has_backward=bool(joint.gradients),
             device=value_of(graph.placeholders[0]).device,

@@ -46,6 +46,7 @@ class CutStage:
         step_inputs: names of all inputs of the step, in order.
         constants: dotted names of inputs that are built into the graph, with their values.
         canonical: for each parameter's name here its first name in the whole model.
+        copied: names of the parameters and buffers of which an earlier stage has the model's own, and this one a copy.
         whole: the parameters of the whole model.
         has_backward: whether the step was captured with its backward.
         device: where it runs.
@@ -58,6 +59,7 @@ class CutStage:
     step_inputs: tuple[str, ...]
     constants: Mapping[str, Any]
     canonical: Mapping[str, str]
+    copied: frozenset[str]
     whole: ParameterTable
     has_backward: bool
     device: torch.device
@@ -132,7 +134,7 @@ class CutStage:
         return {name: whole[canonical] for name, canonical in self.canonical.items()}
 
     def module(self, model: nn.Module) -> nn.Module:
-        """A module with the parameters and buffers that this stage holds, those of the model itself, under their names there."""
+        """A module with the parameters and buffers that this stage holds, under their names in the model; most are its own."""
         root = nn.Module()
         root.training = model.training
 
@@ -149,11 +151,17 @@ class CutStage:
         for parameter in self.joint.table:
             for name in parameter.names:
                 path, _, attribute = name.rpartition(".")
-                holder(path).register_parameter(attribute, model.get_submodule(path)._parameters[attribute])
+                own = model.get_submodule(path)._parameters[attribute]
+                if own is not None and name in self.copied:
+                    own = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
+                holder(path).register_parameter(attribute, own)
         for buffer in self.joint.buffers:
             for name in (buffer.name, *buffer.aliases):
                 path, _, attribute = name.rpartition(".")
                 source = model.get_submodule(path)
                 lasting = attribute not in source._non_persistent_buffers_set
-                holder(path).register_buffer(attribute, source._buffers[attribute], persistent=lasting)
+                value = source._buffers[attribute]
+                if value is not None and name in self.copied:
+                    value = value.clone()
+                holder(path).register_buffer(attribute, value, persistent=lasting)
         return root
