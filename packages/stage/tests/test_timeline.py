@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from stepwell_stage import Action, Costs, Event, Kind, Timeline, lower, simulate
@@ -25,6 +27,21 @@ def test_numbers() -> None:
     assert (timeline.num_ranks, timeline.makespan) == (2, 6.0)
     assert timeline.bubble == timeline.bubble_of(0) == timeline.bubble_of(1) == 0.5
     assert timeline.events[1].seconds == 3.0
+
+
+def test_the_bubble_of_every_rank_takes_one_look_at_the_events() -> None:
+    """Each rank went through the events of all, so that the time grew with the square of the ranks."""
+    size = 4096
+    events = [Event(rank, Action(rank, F, n), float(n), n + 0.5) for rank in range(size) for n in range(8)]
+    timeline = Timeline(events)
+    looks = [0]
+    sys.setprofile(lambda frame, event, argument: looks.__setitem__(0, looks[0] + 1))
+    try:
+        bubbles = {timeline.bubble_of(rank) for rank in range(size)}
+    finally:
+        sys.setprofile(None)
+    assert bubbles == {1 - 4 / 7.5}
+    assert looks[0] < 20 * len(events)
 
 
 def test_an_empty_one() -> None:

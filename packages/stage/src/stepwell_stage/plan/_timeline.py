@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from functools import cached_property
 
 import attrs
 
@@ -58,7 +59,7 @@ class Timeline:
         """Number of ranks, the highest with an event and all below it."""
         return self.events[-1].rank + 1 if self.events else 0
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Seconds from the start of the step to the end of its last event."""
         return max((event.end for event in self.events), default=0.0)
