@@ -54,7 +54,10 @@ WRONG = [
     *(("pp_degree", value) for value in (0, "2", 2)),  # 2: without pp_enabled
     *(("pp_microbatch_size", value) for value in (0, None, 1.0)),
     *(("pp_schedule", value) for value in ("", None, 3)),
-    *(("reshard_after_forward", value) for value in (None, 1, "yes", {"layers": 1}, {3: True})),
+    *(
+        ("reshard_after_forward", value)
+        for value in (None, 1, "yes", {"layers": 1}, {3: True}, {"a..b": True}, {"": False})
+    ),
     *(("param_dtype", value) for value in (torch.int32, "int8", "bf17", 16)),
     *(("reduce_dtype", value) for value in (torch.bool, "long", object())),
     *(("reduce", value) for value in ("mean", 0, -2.0, float("nan"), float("inf"), None, True)),
@@ -101,6 +104,10 @@ def test_b02_fields_that_contradict_the_mode_are_refused(mode: str, fields: dict
 def test_b02_an_unknown_field_is_refused_naming_the_fields() -> None:
     with pytest.raises(ConfigError, match=r"no field 'bucket_size'.*bucket_mb"):
         PassConfig().evolve(bucket_size=3)
+
+
+def test_a_bucket_may_have_no_limit() -> None:
+    assert PassConfig(bucket_mb=float("inf")).bucket_mb == float("inf")
 
 
 def test_a_config_is_frozen_and_hashable() -> None:

@@ -5,9 +5,10 @@ from typing import Any
 import graphpasses_support as support
 import pytest
 
-from stepwell_graphpasses import PassConfig, PassContext, PassContract, PassPipeline, PassReport, trace
-from stepwell_graphpasses.exceptions import PassError, PipelineOrderError
+from stepwell_graphpasses import GraphCompiler, PassConfig, PassContext, PassContract, PassPipeline, PassReport, trace
+from stepwell_graphpasses.exceptions import ConfigError, PassError, PipelineOrderError
 from stepwell_graphpasses.passes import BucketPass, DataParallelPass, OverlapPass, ReshardPass
+from stepwell_graphpasses.testing import fake_world
 
 
 class Step:
@@ -33,6 +34,9 @@ class Step:
         ([DataParallelPass(), BucketPass(), ReshardPass()], "reshard cannot run after pass bucket"),
         ([DataParallelPass(), DataParallelPass()], "data_parallel cannot run after pass data_parallel"),
         ([OverlapPass(), DataParallelPass()], "put data_parallel before it"),
+        ([DataParallelPass(), BucketPass(), ReshardPass()], "put reshard before it, or leave one of them out"),
+        ([DataParallelPass(), BucketPass], r"passes\[1\] is no pass but .*; write BucketPass\(\)"),
+        ([print], r"passes\[0\] is no pass but .*print.*, which has no name, contract or run"),
     ],
 )
 def test_an_order_that_cannot_work_is_refused_before_anything_runs(passes: Any, message: str) -> None:
@@ -77,3 +81,22 @@ def test_a_report_can_show_what_a_pass_changed() -> None:
         joint, PassContext(PassConfig(reduce=2.0), None, layouts), reports=reports, diffs=True
     )
     assert "+    %div_tensor" in reports[0].diff
+
+
+def test_a_graph_that_passes_have_been_over_is_refused_by_those_that_cannot_run_again() -> None:
+    """Gathers of what was gathered already: the pipeline looked only at its own passes."""
+    inputs = support.pair((4, 3), rank=0)
+    with fake_world(2):
+        compiler = GraphCompiler(support.MLP(4, 3), support.mse_loss).compile(**inputs)
+        with pytest.raises(
+            PipelineOrderError, match="pass data_parallel cannot run after the graph, which provides coll"
+        ):
+            compiler.build(compiler.graph())
+        assert compiler.build(compiler.source_graph()).facts == compiler.graph().facts
+
+
+@pytest.mark.parametrize("field", ["requires", "provides", "conflicts"])
+def test_facts_are_sets_of_words(field: str) -> None:
+    with pytest.raises(ConfigError, match=r"write \{'bucketed'\}; got 'bucketed'"):
+        PassContract(**{field: "bucketed"})
+    assert getattr(PassContract(**{field: ["bucketed"]}), field) == frozenset({"bucketed"})

@@ -96,6 +96,7 @@ def test_stages() -> None:
         (lambda: ParallelPlan().shard(3), "a pattern is a string"),
         (lambda: ParallelPlan().shard("a..b"), "no dotted name"),
         (lambda: ParallelPlan().shard(" "), "no dotted name"),
+        (lambda: ParallelPlan().shard("layers.3-1.norm"), "the range 3-1 in 'layers.3-1.norm' is empty; write 1-3"),
         (lambda: ParallelPlan().stage(0, "a").stage(2, "b").resolve_stages(["a", "b"]), "without a gap"),
         (
             lambda: ParallelPlan().stage(0, "a").stage(1, "*").resolve_stages(["a", "b"]),

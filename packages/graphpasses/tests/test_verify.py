@@ -1,13 +1,26 @@
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import graphpasses_support as support
 import pytest
 import torch
+from torch import nn
 
-from stepwell_graphpasses import GraphCompiler, PassConfig, PassContract, shard, verify
+from stepwell_graphpasses import (
+    FULL_AFTER_NONE,
+    FULL_AFTER_SCATTER,
+    NONE,
+    SCATTER,
+    GraphCompiler,
+    PassConfig,
+    PassContract,
+    shard,
+    verify,
+)
 from stepwell_graphpasses._collectives import starts
+from stepwell_graphpasses._graph import emit
 from stepwell_graphpasses._signature import compare, first_difference, signature
 from stepwell_graphpasses.exceptions import LintError, NumericsError, PeerMismatchError
 from stepwell_graphpasses.passes import DataParallelPass, default_passes
@@ -54,7 +67,7 @@ class Doubles:
     def run(self, joint: Any, context: Any) -> None:
         node = joint.outputs[-1]
         with joint.graph.inserting_after(node):
-            double = joint.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+            double = joint.graph.call_function(operator.mul, (node, 2.0))
         double.meta = {k: v for k, v in node.meta.items() if k != "comm"}
         joint.output_node.args = ((*joint.outputs[:-1], double),)
 
@@ -105,5 +118,87 @@ def test_a_graph_that_was_damaged_after_compilation_is_found() -> None:
         c = GraphCompiler(support.MLP(4, 4), support.mse_loss, passes=default_passes(PassConfig()))
         c.compile(**support.pair((4, 4), rank=0))
         del starts(c.graph().graph)[0].meta["val"]
+        with pytest.raises(LintError, match="has no val"):
+            verify(c)
+
+
+class Changes:
+    """Does something to a graph, on chosen ranks."""
+
+    name = "changes"
+    contract = PassContract(changes_numerics=True)
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def run(self, joint: Any, context: Any) -> None:
+        place = joint.placeholders[len(joint.table)] if self.what == "buffer" else joint.outputs[1]
+        target = torch.ops.aten.add_.Tensor if self.what == "buffer" else torch.ops.aten.mul.Tensor
+        with joint.graph.inserting_before(joint.output_node):
+            node = emit(joint.graph, target, (place, 2.0), like=place, mode=joint.mode)
+        if self.what != "buffer":
+            joint.output_node.args = ((joint.outputs[0], node, *joint.outputs[2:]),)
+
+
+class Counts(nn.Module):
+    """Counts its steps in a buffer, and puts a new tensor in place of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.mean.lerp_(y.detach().mean(0), 0.5)
+        self.steps += 1
+        return y - self.mean
+
+
+def named(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    loss = support.mse_loss(model, x, y)
+    return loss, {"twice": loss.detach() * 2, "constant": 3}
+
+
+@pytest.mark.parametrize(("what", "message"), [("loss", "the named loss twice"), ("buffer", "the buffer mean")])
+def test_named_losses_and_buffers_are_compared_too(what: str, message: str) -> None:
+    inputs = support.pair((4, 3), rank=0)
+    model = support.seeded(Counts)
+    verify(GraphCompiler(model, named).compile(**inputs), inputs)
+    assert float(model.mean.abs().max()) == int(model.steps) == 0
+    c = GraphCompiler(support.seeded(Counts), named, passes=[DataParallelPass(), Changes(what)]).compile(**inputs)
+    with pytest.raises(NumericsError, match=rf"gradients: none; also {message}\. .*passes=\[DataParallelPass\(\)\]"):
+        verify(c, inputs)
+
+
+def wrong_on_one_rank() -> tuple[str, str]:
+    double = Doubles()
+    passes = [DataParallelPass(), *([double] if torch.distributed.get_rank() == 1 else [])]
+    inputs = support.pair((4, 3))
+    c = GraphCompiler(support.seeded(lambda: support.MLP(4, 3)), support.mse_loss, passes=passes).compile(**inputs)
+    with pytest.raises((NumericsError, PeerMismatchError)) as error:
+        verify(c, inputs)
+    return type(error.value).__name__, str(error.value)
+
+
+def test_numbers_that_are_wrong_on_one_rank_are_an_error_on_all(workers: WorkerPool) -> None:
+    """The rank that was right went on, to the next collective, and waited there for the one that had raised."""
+    right, wrong = workers.run(wrong_on_one_rank, 2, deadline=60)
+    assert wrong[0] == "NumericsError"
+    assert right[0] == "PeerMismatchError"
+    assert "rank 1 found a fault, so all ranks raise: NumericsError: the graph differs from eager" in right[1]
+
+
+@pytest.mark.parametrize(
+    ("grad_sync", "variant"),
+    [("none", NONE), ("none", FULL_AFTER_NONE), ("scatter", SCATTER), ("scatter", FULL_AFTER_SCATTER)],
+)
+def test_graphs_of_accumulation_are_checked_too(grad_sync: Any, variant: Any) -> None:
+    with fake_world(2):
+        c = GraphCompiler(support.MLP(4, 4), support.mse_loss, PassConfig(grad_sync=grad_sync))
+        c.compile(**support.pair((4, 4), rank=0))
+        verify(c)
+        del starts(c.graph(variant).graph)[0].meta["val"]
         with pytest.raises(LintError, match="has no val"):
             verify(c)
