@@ -315,3 +315,36 @@ def test_a_model_that_was_cut(inputs: Any) -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(results[1][2], model(x).detach(), rtol=1e-12, atol=1e-14)
+
+
+def sums(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(output, target, reduction="sum")
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_batches_in_microbatches_of_ones_own(is_cut: bool) -> None:
+    """A cut model asked for inputs that were given in microbatches."""
+
+    def main(world: stepwell.World) -> Any:
+        whole = models[world.rank]
+        pieces = stepwell_stage.split(whole, 2, example=x[:2]) if is_cut else nn.Sequential(*whole.layers)
+        pipe = stepwell.pipeline(pieces, world, loss_fn=sums, microbatches=3, loss_weights="sum")
+        done = pipe.step(arg_mbs=[(part,) for part in parts], target_mbs=targets).loss
+        seen = pipe.eval(arg_mbs=[(part,) for part in parts]).outputs
+        if is_cut:
+            with pytest.raises(PipelineError, match="some inputs are given whole"):
+                pipe.step(x, kwarg_mbs=[{}] * 3)
+            with pytest.raises(PipelineError, match="arg_mbs has 3 microbatches, kwarg_mbs 2"):
+                pipe.step(arg_mbs=[(part,) for part in parts], kwarg_mbs=[{}] * 2)
+            named = [{"x": part, "scale": 1.0} for part in parts]
+            assert pipe.step(kwarg_mbs=named, target_mbs=targets).loss == done
+        return done, seen
+
+    x, y = X.double(), Y.double()
+    sizes = [1, len(x) - 3, 2]
+    parts, targets = x.split(sizes), y.split(sizes)
+    models, model = [Residual().double() for _ in range(2)], Residual().double()
+    plain = model if is_cut else nn.Sequential(*model.layers)
+    results = stepwell.launch(main, ranks=2)
+    assert [one for one, _ in results] == [pytest.approx(sums(plain(x), y).item(), rel=1e-14)] * 2
+    torch.testing.assert_close(results[1][1], plain(x).detach(), rtol=1e-12, atol=1e-14)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -124,26 +124,52 @@ class Pipeline:
             if isinstance(stage.submodule, nn.Module):
                 stage.submodule.train(mode)
 
-    def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> StepResult:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
         """Run a batch forward and backward; gradients accumulate in ``.grad``.
 
         Args:
             args: the model's inputs: of the whole batch, on every rank.
             target: what ``loss_fn`` gets. Only the last stage's rank uses it.
             return_outputs: whether the result shall hold the outputs.
+            arg_mbs: instead of ``args``: those of each microbatch, cut by the caller into parts of any size.
+            kwarg_mbs: likewise of ``kwargs``.
+            target_mbs: likewise of ``target``.
             kwargs: keyword inputs of this rank's stages.
+
+        Raises:
+            PipelineError: of a model that :func:`stepwell_stage.split` cut, some inputs are given whole and others in
+                microbatches, or not equally many of them.
+            StageUsageError: the arguments do not fit; and see :meth:`stepwell_stage.Executor.step`.
         """
-        args, kwargs = self._inputs(args, kwargs)
-        outputs = self.executor.step(*args, target=self._target(target), return_outputs=return_outputs, **kwargs)
+        args, given = self._given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        outputs = self.executor.step(*args, return_outputs=return_outputs, **given)
         return StepResult(self._loss(), outputs)
 
-    def eval(self, *args: Any, target: Any = None, return_outputs: bool = True, **kwargs: Any) -> StepResult:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = True,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
         """Run a batch forward, without gradients; arguments as in :meth:`step`.
 
         The loss is computed if a target is given. Modules stay in the mode they are in, see :meth:`train`.
         """
-        args, kwargs = self._inputs(args, kwargs)
-        outputs = self.executor.eval(*args, target=self._target(target), return_outputs=return_outputs, **kwargs)
+        args, given = self._given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        outputs = self.executor.eval(*args, return_outputs=return_outputs, **given)
         return StepResult(self._loss(), outputs)
 
     def timeline(self) -> Timeline | None:
@@ -158,15 +184,32 @@ class Pipeline:
             raise PipelineError("nothing was traced: pass trace=True to pipeline(), and take a step first")
         return gather_timeline(self.executor, to=self.last_rank)
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What this rank's stages are given of the model's inputs."""
+    def _given(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        arg_mbs: Sequence[tuple[Any, ...]] | None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None,
+        target_mbs: Sequence[Any] | None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What this rank's executor is given of the whole batch."""
+        is_first, is_last = self.executor.is_first, self.executor.is_last
+        targets = {"target": target if is_last else None, "target_mbs": target_mbs if is_last else None}
         if self._cut is None:
-            return args if self.executor.is_first else (), kwargs
-        wanted = self.executor.is_first or self._cut.inputs == "every"
-        return (), self._cut.keywords(*args, **kwargs) if wanted else {}
-
-    def _target(self, target: Any) -> Any:
-        return target if self.executor.is_last else None
+            mine = {"arg_mbs": arg_mbs if is_first else None, "kwarg_mbs": kwarg_mbs}
+            return args if is_first else (), {**kwargs, **targets, **mine}
+        is_wanted = is_first or self._cut.inputs == "every"
+        if arg_mbs is None and kwarg_mbs is None:
+            return (), {**(self._cut.keywords(*args, **kwargs) if is_wanted else {}), **targets}
+        if args or kwargs:
+            raise PipelineError("some inputs are given whole and others in microbatches: cut all of them, or none")
+        count = len(arg_mbs if arg_mbs is not None else kwarg_mbs or ())
+        if arg_mbs is not None and kwarg_mbs is not None and len(kwarg_mbs) != count:
+            raise PipelineError(f"arg_mbs has {count} microbatches, kwarg_mbs {len(kwarg_mbs)}: give as many of both")
+        parts = zip(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, strict=True)
+        named = [self._cut.keywords(*part, **keywords) for part, keywords in parts]
+        return (), {"kwarg_mbs": named if is_wanted else None, **targets}
 
     def _loss(self) -> float | None:
         return None if self.executor.loss is None else self.executor.loss.item()
