@@ -21,10 +21,16 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as a plain contiguous tensor without grad; the tensor's own memory where it is that already.
 
     Raises:
-        P2PUsageError: a DTensor or another subclass that is no plain memory.
+        P2PUsageError: a DTensor or another subclass that is no plain memory; a sparse tensor, or one without data.
     """
     if type(tensor) is not torch.Tensor:
         tensor = _plain(tensor)
+    if tensor.layout is not torch.strided:
+        raise P2PUsageError(
+            f"only dense tensors can be sent, got {tensor.layout}: send its indices and values, or to_dense()"
+        )
+    if tensor.is_meta:
+        raise P2PUsageError("a tensor on the meta device has no values to send: give it some first, as with to_empty()")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # lazily conjugated or negated: its memory holds other numbers
@@ -61,7 +67,7 @@ def check_buffer(buffer: torch.Tensor, meta: TensorMeta) -> None:
     """Refuse a receive buffer that cannot hold the value.
 
     Raises:
-        P2PUsageError: another shape or dtype, or a buffer that requires grad.
+        P2PUsageError: another shape or dtype; or a buffer that requires grad, is sparse, or has elements that share memory.
     """
     if tuple(buffer.shape) != meta.shape or buffer.dtype != meta.dtype:
         raise P2PUsageError(
@@ -70,6 +76,15 @@ def check_buffer(buffer: torch.Tensor, meta: TensorMeta) -> None:
         )
     if buffer.requires_grad:
         raise P2PUsageError("a receive buffer must not require grad: pass buffer.detach()")
+    if buffer.layout is not torch.strided or buffer.is_meta:
+        kind = "on the meta device" if buffer.is_meta else f"laid out as {buffer.layout}"
+        raise P2PUsageError(f"a receive buffer must be dense memory, got one {kind}")
+    if not buffer.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    ):
+        raise P2PUsageError(
+            "a receive buffer must not be expanded, for its elements share memory: pass buffer.contiguous()"
+        )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,39 @@
+"""What may be sent, and received into, is said before anything is under way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stepwell_meta import TensorMeta
+from stepwell_p2p import Edge, LoopbackFabric, Op, OpKind, Recv, Send
+from stepwell_p2p.exceptions import P2PUsageError
+
+SELF = Edge(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [(torch.eye(3).to_sparse(), "only dense tensors"), (torch.empty(3, device="meta"), "has no values to send")],
+)
+def test_tensors_without_plain_memory_are_refused_where_they_are_sent(tensor: torch.Tensor, words: str) -> None:
+    """A sparse one failed in words of torch's own, and one on the meta device at the receiver."""
+    transport = LoopbackFabric(1).transport(0)
+    with pytest.raises(P2PUsageError, match=words):
+        transport.post([Send(Op(OpKind.SEND_F, SELF, 0, 0, 0), tensor)])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (torch.zeros(1).expand(3), "must not be expanded"),
+        (torch.zeros(3).to_sparse(), "must be dense memory, got one laid out as torch.sparse_coo"),
+        (torch.empty(3, device="meta"), "must be dense memory, got one on the meta device"),
+    ],
+)
+def test_buffers_that_cannot_hold_a_value_are_refused_before_it_comes(buffer: torch.Tensor, words: str) -> None:
+    """It came, and was lost when it was copied."""
+    transport = LoopbackFabric(1).transport(0)
+    meta = TensorMeta.from_tensor(torch.zeros(3))
+    with pytest.raises(P2PUsageError, match=words):
+        transport.post([Recv(Op(OpKind.RECV_F, SELF, 0, 0, 0), meta, buffer)])
