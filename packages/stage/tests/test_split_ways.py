@@ -224,15 +224,25 @@ def of_way(name: str, seed: int, size: int = 2) -> dict[str, Any]:
     return {"x": numbers(seed, size), "how": WAYS[name]}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_layers_that_are_left_out(threads: Callable[..., Any], way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "name", "ranks", "inputs"),
+    [
+        ("all", "1f1b", 3, "every"),
+        ("the first idle", "zbv", 2, "every"),
+        ("the first idle", "gpipe", 3, "first"),
+        ("the last idle", "1f1b", 3, "every"),
+        ("the last idle", "zb-h1", 3, "first"),
+        ("one in the middle idle", "interleaved-1f1b", 2, "every"),
+        ("only the first", "1f1b", 3, "every"),
+        ("only the last", "zbv", 2, "first"),
+        ("here and there", "gpipe", 4, "every"),
+    ],
+)
+def test_layers_that_are_left_out(threads: Callable[..., Any], way: str, name: str, ranks: int, inputs: str) -> None:
     """What decides is no tensor, so all ways have inputs that look the same; stages without any unit pass on what they must."""
-    model = make(lambda: Switches(keeps))
-    examples = [of_way(name, 0) for name in WAYS]
     steps = [[of_way(way, 1), of_way(way, 2)], [of_way("all", 3), of_way(way, 4)]]
-    for name, ranks in (("1f1b", 3), ("zbv", 2)):
-        check(threads, model, examples, steps, name, ranks, shapes="dynamic")
-    check(threads, model, examples, steps, "gpipe", 3, shapes="dynamic", inputs="first")
+    examples = [of_way(one, 0) for one in WAYS]
+    check(threads, make(lambda: Switches(keeps)), examples, steps, name, ranks, shapes="dynamic", inputs=inputs)
 
 
 def test_every_way_in_one_batch(threads: Callable[..., Any]) -> None:
@@ -571,3 +581,13 @@ def test_what_is_said_of_ways() -> None:
     assert split(make(Vision), 2, example=seen(0), ways=[words(0)]).costs.keys() == cut.costs.keys()
     timed = split(make(Vision), 2, example=words(0), ways=[seen(0)], costs="time").costs
     assert min(timed[f"tower.{number}"] for number in range(3)) > 0
+
+
+def test_a_unit_that_one_way_calls_early_and_another_late(threads: Callable[..., Any]) -> None:
+    """Where its stage is given, it is enough that one way can call it there."""
+    examples = [task(0), task(0, task="b")]
+    where = {"norm": 0, "adapter": 0, "blocks.2": 1}
+    said = check(threads, make(Tasks), examples, [[task(1), task(2, task="b")]], stages=where, shapes="dynamic")
+    assert "tied: 'norm.weight' on stages 0, 1" in said
+    with pytest.raises(StageUsageError, match=r"unit 'norm' is to be on stage 0, but takes what stage 1 makes"):
+        split(make(Tasks), {"norm": 0, "blocks.1": 1}, example=task(0), ways=[task(0, second=True)])

@@ -85,6 +85,9 @@ class StageForward:
             self._end(glue, result)
         except DoneError:
             pass
+        except Exception:
+            self._check_route(glue.route, said)  # what failed may have been made in another way
+            raise
         finally:
             self._absence.forget()
         self._check_route(glue.route, said)

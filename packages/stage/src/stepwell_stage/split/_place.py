@@ -44,16 +44,15 @@ def place_calls(ways: Ways, stages: Mapping[str, int], fixed: Iterable[str] = ()
     Args:
         ways: the model's forwards.
         stages: the stage of each unit.
-        fixed: units whose first call may not be anywhere else.
+        fixed: units whose first call may not be anywhere else, in one way at least.
 
     Raises:
         StageUsageError: a fixed unit takes what a later stage makes.
     """
-    given = frozenset(fixed)
     least: list[dict[int, int]] = [{} for _ in ways.recordings]
     while True:
         found = tuple(
-            _place_calls(recording, stages, given, mine) for recording, mine in zip(ways.recordings, least, strict=True)
+            _place_calls(recording, stages, mine) for recording, mine in zip(ways.recordings, least, strict=True)
         )
         before = [dict(mine) for mine in least]
         for way, owners in enumerate(found):
@@ -61,27 +60,30 @@ def place_calls(ways: Ways, stages: Mapping[str, int], fixed: Iterable[str] = ()
                 for other in ways.sharing(way, number):  # one call, as far as anybody can know
                     least[other][number] = max(owner, least[other].get(number, 0))
         if least == before:
-            return found
+            break
+    for unit in fixed:
+        level = min(
+            next(owners[call.number] for call in recording.calls if call.unit == unit)
+            for recording, owners in zip(ways.recordings, found, strict=True)
+            if any(call.unit == unit for call in recording.calls)
+        )
+        if level > stages[unit]:
+            raise StageUsageError(
+                f"unit {unit!r} is to be on stage {stages[unit]}, but takes what stage {level} makes: put it on stage {level} or"
+                " a later one"
+            )
+    return found
 
 
-def _place_calls(
-    recording: Recording, stages: Mapping[str, int], fixed: frozenset[str], least: Mapping[int, int]
-) -> dict[int, int]:
+def _place_calls(recording: Recording, stages: Mapping[str, int], least: Mapping[int, int]) -> dict[int, int]:
     owners: dict[int, int] = {}
     levels: list[int] = []  # of values
     reads = sorted(recording.reads, key=lambda read: read.number)
-    seen: set[str] = set()
 
     def place(call: Call) -> None:
         before = (levels[read.value] for read in reads if read.number <= call.number)
         level = max([*(levels[position] for position in call.inputs), *before], default=0)
-        if level > stages[call.unit] and call.unit in fixed and call.unit not in seen:
-            raise StageUsageError(
-                f"unit {call.unit!r} is to be on stage {stages[call.unit]}, but takes what stage {level} makes: put it on stage"
-                f" {level} or a later one"
-            )
         owners[call.number] = max(stages[call.unit], level, least.get(call.number, 0))
-        seen.add(call.unit)
 
     calls = {call.number: call for call in recording.calls}
     for value in recording.values:
