@@ -62,6 +62,7 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_store",
     "flatten_named",
+    "has_gradient_hooks",
     "is_functional_collective",
     "local_part",
     "next_sequence_number",
@@ -290,6 +291,11 @@ def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks of its own on its gradient; False (they are then left out unseen) where torch does not say."""
+    return bool(getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

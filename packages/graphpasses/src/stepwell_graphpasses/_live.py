@@ -40,7 +40,7 @@ class LiveModel:
         device: torch.device,
     ) -> None:
         self.model = model
-        self.table = table
+        self.table = table.contiguous() if topology is not None and topology.mode != "ddp" else table
         self.layouts = layouts
         self.topology = topology
         self.device = device
@@ -133,6 +133,8 @@ class LiveModel:
                 )
             if layout.sharded and expected[0] < layout.padded_rows:
                 local = F.pad(local, [*[0, 0] * (local.dim() - 1), 0, layout.padded_rows - expected[0]])
+            elif parameter.stride is None:
+                local = local.contiguous()
             values.append(local)
         return values
 

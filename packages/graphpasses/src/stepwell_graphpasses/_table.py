@@ -58,6 +58,7 @@ class Parameter:
         compute_dtype: as the step uses it.
         trainable: whether it wants a gradient.
         tensor_parallel: its layout over the other axes, where it has one.
+        stride: its stride where it is not contiguous; else None.
     """
 
     name: str
@@ -67,6 +68,13 @@ class Parameter:
     compute_dtype: torch.dtype
     trainable: bool
     tensor_parallel: TensorParallel | None = attrs.field(default=None, eq=False)
+    stride: tuple[int, ...] | None = None
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory laid out like the parameter."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,6 +116,10 @@ class ParameterTable:
         """The same table after some parameters were frozen or unfrozen."""
         return ParameterTable(tuple(attrs.evolve(p, trainable=trainable.get(p.name, p.trainable)) for p in self))
 
+    def contiguous(self) -> ParameterTable:
+        """The same table after every parameter was copied to memory without gaps, as shards are."""
+        return ParameterTable(tuple(attrs.evolve(p, stride=None) for p in self))
+
 
 def names_by_tensor(named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
     """Each tensor once, with all of its names, in order of first appearance."""
@@ -147,6 +159,7 @@ def parameter_table(model: nn.Module, *, param_dtype: torch.dtype | None = None)
                 compute_dtype=param_dtype if casts and param_dtype is not None else tensor.dtype,
                 trainable=tensor.requires_grad,
                 tensor_parallel=parallel,
+                stride=None if local.is_contiguous() else tuple(local.stride()),
             )
         )
     return ParameterTable(tuple(entries))

@@ -94,16 +94,14 @@ def capture(
         duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, specialize_zero_one=True
     )
     mode = compat.ExampleMode(allow_non_fake_inputs=True, shape_env=env)
+    _refuse_hooks(model)
     table = table or parameter_table(model, param_dtype=param_dtype)
     target = torch.device(device) if device is not None else _device_of(model)
     faked = fake_inputs(inputs, mode, dims)
     buffers = names_by_tensor(list(model.named_buffers(remove_duplicate=False)))
     step = make_step(model, train_fn, table, [names for _, names in buffers], faked, backward=backward)
     with mode, _untouched(model):
-        parameters = [
-            torch.empty(p.shape, dtype=p.compute_dtype, device=target, requires_grad=p.trainable and backward)
-            for p in table
-        ]
+        parameters = [p.empty(p.compute_dtype, target).requires_grad_(p.trainable and backward) for p in table]
         fake_buffers = [
             torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=target if b.is_meta else b.device)
             for b, _ in buffers
@@ -244,6 +242,16 @@ def as_in_model(parameter: Parameter, tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _refuse_hooks(model: nn.Module) -> None:
+    """Hooks of parameters are not run by a graph, and shards have none: what they do would silently be left out."""
+    for name, parameter in model.named_parameters():
+        if compat.has_gradient_hooks(parameter):
+            raise CaptureError(
+                f"parameter {name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), which a graph would"
+                " leave out; remove it, and do its work in the train step or on .grad after it"
+            )
+
+
 def _refuse_inner_backward(name: str) -> Callable[[torch.Tensor], None]:
     def refuse(_: torch.Tensor) -> None:
         raise CaptureError(
@@ -369,7 +377,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         random.setstate(python_state)
         for module, attributes, dicts in before:
             for name, content in dicts.items():
-                if attributes[name] != content or list(attributes[name]) != list(content):
+                now = attributes[name]
+                if list(now) != list(content) or any(now[key] is not value for key, value in content.items()):
                     attributes[name].clear()
                     attributes[name].update(content)
             module.__dict__.clear()

@@ -56,9 +56,12 @@ def _enter(
     readers = list(placeholder.users)
     graph = joint.graph
     whole = value_of(placeholder)
-    shape = (layout.padded_rows, *parameter.shape[1:]) if layout.sharded else parameter.shape
     with joint.mode:
-        placeholder.meta["val"] = torch.empty(shape, dtype=parameter.dtype, device=whole.device)
+        if layout.sharded:
+            shape = (layout.padded_rows, *parameter.shape[1:])
+            placeholder.meta["val"] = torch.empty(shape, dtype=parameter.dtype, device=whole.device)
+        else:
+            placeholder.meta["val"] = parameter.empty(parameter.dtype, whole.device)
     if not readers:
         joint.notes.append((parameter.name, "not gathered: the step does not read it"))
         return
