@@ -462,6 +462,13 @@ def test_what_a_program_of_a_stage_takes_and_refuses() -> None:
         ConfigError, match=r"param_dtype=torch.bfloat16, but the step was captured with .* in torch.float32"
     ):
         stages.program(0, model, PassConfig(param_dtype=torch.bfloat16))
+    for other, found in ((Blocks(skips).double(), r"torch.float64 of shape \(6, 6\)"), (nn.Linear(6, 6), "nothing")):
+        with pytest.raises(
+            ModelStateError, match=rf"blocks.0.0.weight as torch.float32 of shape \(6, 6\), and this one has {found}"
+        ):
+            stages.program(0, other)
+    with pytest.raises(SplitError, match="no module is given to a stage"):
+        split_stages(trace(model, support.mse_loss, batch), {})
     first.module.eval()
     with pytest.raises(ModelStateError, match="stage 0 was cut out of a step that was captured in another mode"):
         run(first, batch["x"])

@@ -124,6 +124,8 @@ def split_stages(joint: JointGraph, owners: Mapping[str, int]) -> GraphStages:
             f"passes have been over the graph ({', '.join(clash)}); cut it as trace() gave it: each stage's program runs the"
             " passes of data parallelism itself, from config and mesh"
         )
+    if not owners:
+        raise SplitError("no module is given to a stage; owners maps the names of modules to stages")
     dynamic = [g.name for g in joint.guards.leaves if isinstance(g, TensorGuard) and None in g.size]
     if dynamic:
         raise SplitError(

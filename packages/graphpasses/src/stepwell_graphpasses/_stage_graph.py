@@ -14,8 +14,8 @@ from ._config import PassConfig
 from ._graph import JointGraph
 from ._inputs import TensorGuard
 from ._plan import ParallelPlan
-from ._table import Layout, ParameterTable, plan_layouts
-from .exceptions import ConfigError, GuardError
+from ._table import Layout, Parameter, ParameterTable, parameter_table, plan_layouts
+from .exceptions import ConfigError, GuardError, ModelStateError
 
 
 @attrs.frozen(eq=False)
@@ -134,7 +134,20 @@ class CutStage:
         return {name: whole[canonical] for name, canonical in self.canonical.items()}
 
     def module(self, model: nn.Module) -> nn.Module:
-        """A module with the parameters and buffers that this stage holds, under their names in the model; most are its own."""
+        """A module with the parameters and buffers that this stage holds, under their names in the model; most are its own.
+
+        Raises:
+            ModelStateError: the model has not the parameters of the one that was captured.
+        """
+        known = {name: parameter for parameter in parameter_table(model) for name in parameter.names}
+        for parameter in self.joint.table:
+            for name in parameter.names:
+                if name not in known or _look(known[name]) != _look(parameter):
+                    found = _look(known[name]) if name in known else "nothing"
+                    raise ModelStateError(
+                        f"stage {self.index} was cut out of a step of a model with {name} as {_look(parameter)}, and this one has"
+                        f" {found}: give the model that was captured, as it was"
+                    )
         root = nn.Module()
         root.training = model.training
 
@@ -151,8 +164,8 @@ class CutStage:
         for parameter in self.joint.table:
             for name in parameter.names:
                 path, _, attribute = name.rpartition(".")
-                own = model.get_submodule(path)._parameters[attribute]
-                if own is not None and name in self.copied:
+                own = model.get_parameter(name)
+                if name in self.copied:
                     own = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
                 holder(path).register_parameter(attribute, own)
         for buffer in self.joint.buffers:
@@ -165,3 +178,8 @@ class CutStage:
                     value = value.clone()
                 holder(path).register_buffer(attribute, value, persistent=lasting)
         return root
+
+
+def _look(parameter: Parameter) -> str:
+    layout = "" if parameter.tensor_parallel is None else ", a DTensor"
+    return f"{parameter.dtype} of shape {parameter.shape}{layout}"
