@@ -153,6 +153,25 @@ def test_handlers_of_built_in_actions_run_them_once(threads: Threads) -> None:
 _SOME = (Kind.F, Kind.I, Kind.W, Kind.SEND_F, Kind.RECV_B)
 
 
+def test_what_the_forward_of_an_overlapped_pair_made_leaves_before_the_backward_begins(threads: Threads) -> None:
+    """It left behind the pair, a whole backward later than the stage after it could have had it."""
+
+    def run(transport: Transport) -> int:
+        executor = executor_of(transport, dualpipe_v(2, 6), trace=True)
+        step(executor)
+        done = [event.action for event in executor.events]
+        planned = [action for action in executor.plan.actions[transport.rank] if action.parts]
+        for forward, backward in (pair.parts for pair in planned):
+            between = done[done.index(forward) : done.index(backward)]
+            assert (Action(forward.stage, Kind.SEND_F, forward.microbatch) in done) is (forward.stage in (0, 2))
+            assert [action.kind for action in between if action.kind is Kind.SEND_F] == (
+                [Kind.SEND_F] if forward.stage in (0, 2) else []
+            )
+        return len(planned)
+
+    assert all(threads(run, 2))
+
+
 def test_p163_a_handler_runs_the_parts_of_an_overlapped_pair_in_threads(threads: Threads) -> None:
     pairs: list[str] = []
 
