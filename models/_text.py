@@ -123,7 +123,7 @@ TEXT = (
             num_local_experts=4,
             output_router_logits=True,
         ),
-        refused=dict.fromkeys((2, 4, 8), "another way than with the example"),
+        refused=dict.fromkeys((2, 4, 8), "makes but does not return"),
     ),
     causal("Gemma", "GemmaForCausalLM", **GROUPED, head_dim=8),
     causal("Gemma 2", "Gemma2ForCausalLM", **GROUPED, head_dim=8, sliding_window=5),
