@@ -59,6 +59,24 @@ def test_a_look_at_what_a_later_stage_makes_does_not_matter_to_one_that_is_done(
     assert threads(lambda transport: run(transport, Row(between), X, X), 2)[1] is not None
 
 
+def test_what_a_stage_could_only_make_after_a_look_at_later_data(threads: Callable[..., Any]) -> None:
+    """The product was to be made on stage 0, which would have had to pass a look at what stage 1 makes: the cut was refused."""
+
+    class Late(Row):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            first = self.layers[0](x)
+            x = self.layers[2](self.layers[1](first))
+            if x.abs().sum().item() > 0:
+                x = x + first * 2
+            return self.layers[3](x).square().mean()
+
+    model = Late()
+    wanted = sum(model(part).item() / 2 for part in X.chunk(2))
+    assert threads(lambda transport: run(transport, model, X, X), 2)[1] == pytest.approx(wanted, rel=1e-6)
+    cut = split(model, {"layers.1": 1, "layers.3": 2}, example=X)
+    assert "from stage 0: a result of 'layers.0', 96 bytes" in cut.describe()
+
+
 def test_another_way_than_the_example(threads: Callable[..., Any]) -> None:
     def between(x: Tensor, number: int) -> Tensor:
         return x.relu() if number == 2 and x.sum().item() > 0 else x
