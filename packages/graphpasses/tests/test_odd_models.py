@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from stepwell_graphpasses import GraphCompiler, PassConfig, trace
-from stepwell_graphpasses.exceptions import CaptureError
+from stepwell_graphpasses.exceptions import CaptureError, ModelStateError
 from stepwell_meta.testing import WorkerPool
 
 
@@ -111,3 +112,30 @@ def test_gradient_hooks_of_parameters_are_refused(kind: str) -> None:
         trace(model, support.mse_loss, inputs)
     handle.remove()
     trace(model, support.mse_loss, inputs)
+
+
+def shard_twice() -> tuple[str, str, float]:
+    inputs = support.pair((4, 3))
+    model = support.seeded(lambda: support.MLP(4, 7, 3))
+    first = GraphCompiler(model, support.mse_loss)
+    first.forward_backward(**inputs)
+    before = support.gradients(model)
+    messages = []
+    for other in (model, support.seeded(lambda: support.MLP(4, 7, 3))):
+        if other is not model:
+            fully_shard(other)
+        try:
+            GraphCompiler(other, support.mse_loss).compile(**inputs)
+        except ModelStateError as error:
+            messages.append(str(error))
+    model.zero_grad()
+    first.forward_backward(**inputs)
+    return messages[0], messages[1], support.difference(support.gradients(model), before)
+
+
+def test_a_model_that_is_sharded_already_is_refused(workers: WorkerPool) -> None:
+    # A second compiler on a model failed while it captured: "got mixed torch.Tensor and DTensor".
+    for twice, eager, difference in workers.run(shard_twice, 2, deadline=60):
+        assert "layers.0.weight is laid out over 'fsdp_shard' already, by another compiler or by fully_shard" in twice
+        assert "already, by another compiler or by fully_shard" in eager
+        assert difference == 0.0

@@ -29,6 +29,9 @@ class LiveModel:
         layouts: how each shall lie on the ranks.
         topology: the axes; None with one rank.
         device: where shards live.
+
+    Raises:
+        ModelStateError: a parameter is sharded over an axis of data parallelism already.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class LiveModel:
         topology: DataParallelTopology | None,
         device: torch.device,
     ) -> None:
+        _refuse_sharded(table, topology)
         self.model = model
         self.table = table.contiguous() if topology is not None and topology.mode != "ddp" else table
         self.layouts = layouts
@@ -250,6 +254,20 @@ class LiveModel:
                     dist.broadcast(dense, source, group=group)
                     if dense.data_ptr() != local.data_ptr():
                         local.copy_(dense)
+
+
+def _refuse_sharded(table: ParameterTable, topology: DataParallelTopology | None) -> None:
+    for parameter in table:
+        if topology is None or parameter.tensor_parallel is None:
+            continue
+        axes = parameter.tensor_parallel.mesh.mesh_dim_names or ("an axis without a name",)
+        if taken := [
+            axis for axis in axes if axis in topology.axis_names or axis not in (topology.mesh.mesh_dim_names or ())
+        ]:
+            raise ModelStateError(
+                f"parameter {parameter.name} is laid out over {taken[0]!r} already, by another compiler or by fully_shard; step"
+                " with that one, or compile a model whose parameters are whole (or parallel over other axes of the mesh)"
+            )
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
