@@ -58,7 +58,10 @@ def test_size_and_signature() -> None:
     assert batch_size(part) == 3
     assert batch_size(("text", torch.tensor(1))) == 1
     assert signature((part, {})) == (((3, 2), torch.float32), ((3,), torch.bool))
-    assert signature((part[:1], {"x": part[1]["mask"]})) == signature((part, {}))
+    assert signature((part[:1], {"x": part[1]["mask"]}))[:2] == signature((part, {}))
+    assert signature(((), {"x": part[0], "scale": 2.0})) == signature(((), {"x": part[0], "scale": 3.0}))
+    for other in ({"y": part[0]}, {"x": part[0], "task": "a"}, {"x": part[0], "y": None}):
+        assert signature(((), other)) != signature(((), {"x": part[0]}))
 
 
 def test_scalars_are_stacked_and_other_values_taken_from_the_first() -> None:

@@ -38,8 +38,8 @@ class Cut:
 
     Attributes:
         sizes: samples of each microbatch.
-        groups: for each microbatch a number; microbatches of one number have the same shapes and dtypes.
-        shapes: shapes and dtypes of each group; only the first stage's rank knows them.
+        groups: for each microbatch a number; microbatches of one number have the same signature.
+        shapes: the signature of each group, see :func:`~._microbatch.signature`; only the first stage's rank knows them.
     """
 
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Cut:
 
     def describe(self) -> str:
         """For messages."""
-        return "; ".join(", ".join(f"{dtype} {shape}" for shape, dtype in group) for group in self.shapes)
+        return "; ".join(", ".join(f"{kind} {what}" for what, kind in group) for group in self.shapes)
 
 
 @attrs.frozen

@@ -192,17 +192,24 @@ def batch_size(value: Any, spec: Any = BY_RULE) -> int:
     return 1
 
 
-def signature(value: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[Any, ...]:
-    """What two microbatches must have in common to share their metadata: shapes and dtypes, in order.
+def signature(value: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[tuple[Any, Any], ...]:
+    """What two microbatches must have in common to share their metadata, as pairs that a message shows in reverse.
 
-    Takes a microbatch's positional and keyword inputs. Values that are no tensors do not count: they may differ from one
-    microbatch to the next.
+    Shapes and dtypes, in order; names of keyword inputs, and those of their values that choose a way through a model: strings,
+    booleans and None. Other values that are no tensors do not count: they may differ from one microbatch to the next.
+
+    Args:
+        value: a microbatch's positional and keyword inputs.
     """
     args, kwargs = value
     leaves: Sequence[Any] = args
     if kwargs or not all(isinstance(arg, torch.Tensor) for arg in args):
         leaves, _ = tree_flatten(value)
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    named = (
+        (repr(one), f"{name} =") if one is None or isinstance(one, str | bool) else (name, "input")
+        for name, one in sorted(kwargs.items())
+    )
+    return (*((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)), *named)
 
 
 def merge(parts: Sequence[Any], spec: Any = None) -> Any:
