@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -121,18 +121,17 @@ def record(function: Callable[..., Any], flat: Sequence[torch.Tensor], *, plain:
             the same graph in half the time; all goes by make_fx's way where torch lacks what the short one needs.
     """
     try:
-        from torch.fx._lazy_graph_module import _use_lazy_graph_module as without_code
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+        without_code: AbstractContextManager[Any] = _use_lazy_graph_module(True)
     except ImportError:
-
-        def without_code(should_use: bool) -> AbstractContextManager[Any]:  # noqa: FBT001 (torch's own signature)
-            return nullcontext()
-
+        without_code = nullcontext()
     options: dict[str, Any] = {}
     if plain and all(hasattr(proxy_tensor, name) for name in ("_ProxyTensor", "snapshot_fake", "get_proxy_mode")):
         function = functools.partial(_quickly, function)
     if plain and "_disable_torch_fn_metadata_mode" in inspect.signature(proxy_tensor.make_fx).parameters:
         options["_disable_torch_fn_metadata_mode"] = True  # which public function called an operator: nobody asks
-    with without_code(True):  # nobody reads the code of the raw graph
+    with without_code:  # nobody reads the code of the raw graph
         return proxy_tensor.make_fx(function, **options)(*flat)
 
 
@@ -143,11 +142,11 @@ def _quickly(function: Callable[..., Any], *flat: torch.Tensor) -> Any:
     return function(*flat)
 
 
-class _QuickMode(proxy_tensor.ProxyTorchDispatchMode):
+class _QuickMode(proxy_tensor.ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes plain operators down itself: those of aten, on tensors that are in the graph already and are no constants."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # asked more often than anything else
