@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from stage_support import Threads
 from torch import Tensor, nn
 
 from stepwell_meta.exceptions import StepwellError
@@ -592,3 +593,88 @@ def test_a_unit_that_one_way_calls_early_and_another_late(threads: Callable[...,
     assert "tied: 'norm.weight' on stages 0, 1" in said
     with pytest.raises(StageUsageError, match=r"unit 'norm' is to be on stage 0, but takes what stage 1 makes"):
         split(make(Tasks), {"norm": 0, "blocks.1": 1}, example=task(0), ways=[task(0, second=True)])
+
+
+class Modes(nn.Module):
+    """A head for training alone, which takes an early value, and a norm of results for evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.early, self.polish = nn.Linear(8, 3), nn.LayerNorm(3)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = x
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 0:
+                early = x
+        return self.head(x) + self.early(early) if self.training else self.polish(self.head(x) * early.mean())
+
+
+@pytest.mark.parametrize("inputs", ["every", "first"])
+@pytest.mark.parametrize("training", [True, False])
+def test_training_and_evaluation_may_go_ways_of_their_own(threads: Threads, training: bool, inputs: Any) -> None:
+    """One example shows both: the mode that the model was not in was refused when it came."""
+    model, x = make(Modes).train(training), numbers(0, 6)
+    whole, schedule = copy.deepcopy(model), schedules.interleaved_1f1b(2, 3)
+    cut = split(model, 4, example=x[:2], inputs=inputs)
+    assert (" in the example in evaluation" in cut.describe()) == training  # the mean is for evaluation
+
+    def on_rank(transport: Transport) -> tuple[float | None, Tensor | None]:
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedule, loss_of)
+        given = {"x": x} if inputs == "every" or executor.is_first else {}
+        for mode in (True, False, True):
+            for stage in stages:
+                assert isinstance(stage.submodule, nn.Module)
+                stage.submodule.train(mode)
+            if mode:
+                executor.step(**given, return_outputs=False)
+            else:
+                seen = executor.eval(**given)
+        return executor.loss.item() if executor.loss is not None else None, seen
+
+    results = threads(on_rank, 2)
+    for _ in range(2):
+        losses = [loss_of(whole.train()(part)) for part in x.tensor_split(3)]
+        (sum(losses) / 3).backward()
+    assert results[1][0] == pytest.approx(sum(loss.item() for loss in losses) / 3, rel=1e-12)
+    torch.testing.assert_close(results[1][1], torch.cat([whole.eval()(part) for part in x.tensor_split(3)]).detach())
+    for (name, mine), plain_one in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert (mine.grad is None) == (plain_one.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, plain_one.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mode_that_cannot_be_cut_does_not_keep_the_other_from_it(threads: Threads) -> None:
+    """In evaluation the layers run backwards, which would send values to earlier stages."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks if self.training else reversed(self.blocks):
+                x = block(x) * (1 if self.training else torch.ones(()))
+            return x
+
+    model, x, schedule = make(Backwards), numbers(0, 4), schedules.one_f_one_b(2, 2)
+    cut = split(model, {"blocks.0": 0, "blocks.1": 1}, example=x)
+
+    def on_rank(transport: Transport) -> float | None:
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedule, loss_of)
+        executor.step(x=x, return_outputs=False)
+        loss = None if executor.loss is None else executor.loss.item()
+        for stage in stages:
+            assert isinstance(stage.submodule, nn.Module)
+            stage.submodule.eval()
+        with pytest.raises(StepwellError, match=r"another way than with the example"):
+            executor.eval(x=x)
+        return loss
+
+    losses = threads(on_rank, 2)
+    assert losses[1] == pytest.approx(sum(loss_of(model(part)).item() for part in x.tensor_split(2)) / 2, rel=1e-12)

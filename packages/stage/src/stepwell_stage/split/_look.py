@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -39,6 +39,10 @@ class Sight:
     seconds: Mapping[str, float]
 
 
+_Found: TypeAlias = tuple[Hashable, Sight, str]
+"""The kind of an example, what it showed, and what messages call it."""
+
+
 @attrs.frozen(eq=False)
 class Look:
     """What the examples showed: everything that a cut is decided from.
@@ -48,18 +52,22 @@ class Look:
         inputs: its inputs.
         kinds: which inputs are of one kind.
         device: where it computes.
+        candidates: what may be units.
         units: those that are called.
         sights: what each example showed.
-        ways: the ways that they went, made to agree.
+        ways: the ways that they went, made to agree; behind those of the examples those that only the model's other mode goes.
+        labels: what messages call each way.
     """
 
     model: nn.Module
     inputs: Inputs
     kinds: Kinds
     device: torch.device
+    candidates: Mapping[str, nn.Module]
     units: Mapping[str, nn.Module]
     sights: Sequence[Sight]
     ways: Ways
+    labels: tuple[str, ...]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -96,12 +104,48 @@ def look_at(model: nn.Module, kinds: Kinds, names: Sequence[str], *, with_time: 
     _check_hooks(model, units)
     device = _device(model, kinds.examples)
     sights = [_look_at(model, kinds.inputs, example, units, device, with_time=with_time) for example in kinds.examples]
-    ways = join([sight.recording for sight in sights], kinds.kinds)
+    labels = ("the example", *(f"ways[{number}]" for number in range(len(sights) - 1)))
+    ways, called = _join(units, list(zip(kinds.kinds, sights, labels, strict=True)))
+    return Look(model, kinds.inputs, kinds, device, units, called, sights, ways, labels)
+
+
+def look_in_other_mode(look: Look) -> Look | None:
+    """The same with what the examples show in the other of training and evaluation, where glue asks which it is.
+
+    Returns:
+        None if that is nothing new.
+
+    Raises:
+        StageUsageError: it cannot be joined with the ways that are known.
+    """
+    model, kinds = look.model, look.kinds
+    found = list(zip(kinds.kinds, look.sights, look.labels, strict=True))
+    known = {(kind, sight.recording.names) for kind, sight, _ in found}
+    training = not model.training
+    for kind, example, label in zip(kinds.kinds, kinds.examples, look.labels, strict=True):
+        try:
+            sight = _look_at(
+                model, kinds.inputs, example, look.candidates, look.device, with_time=False, training=training
+            )
+        except Exception:  # it cannot run so, whatever its own code says
+            continue
+        if (kind, sight.recording.names) not in known:
+            known.add((kind, sight.recording.names))
+            found.append((kind, sight, f"{label} in {'training' if training else 'evaluation'}"))
+    if len(found) == len(look.sights):
+        return None
+    ways, called = _join(look.candidates, found)
+    _, sights, labels = zip(*found, strict=True)
+    return attrs.evolve(look, units=called, sights=sights, ways=ways, labels=labels)
+
+
+def _join(units: Mapping[str, nn.Module], found: Sequence[_Found]) -> tuple[Ways, dict[str, nn.Module]]:
+    """The ways, and the units that they call: what is never called has parameters at most, which glue may read."""
+    sights = [sight for _, sight, _ in found]
+    ways = join([sight.recording for sight in sights], [kind for kind, _, _ in found])
     check_plain(ways, [{number: one.plain for number, one in sight.examples.items()} for sight in sights])
     called = set(ways.units())
-    # What is never called has parameters at most, which glue may read: no unit.
-    units = {name: unit for name, unit in units.items() if name in called}
-    return Look(model, kinds.inputs, kinds, device, units, sights, ways)
+    return ways, {name: unit for name, unit in units.items() if name in called}
 
 
 def _look_at(
@@ -112,6 +156,7 @@ def _look_at(
     device: torch.device,
     *,
     with_time: bool,
+    training: bool | None = None,
 ) -> Sight:
     """Run an example: on absent tensors if that can be, else really."""
     on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
@@ -122,7 +167,7 @@ def _look_at(
     if not with_time:
         try:
             with undisturbed(model, device):
-                return _record(model, taken, named, units, device, real=False)
+                return _record(model, taken, named, units, device, real=False, training=training)
         except NeedsDataError as error:
             if on_meta:
                 raise StageUsageError(
@@ -131,7 +176,7 @@ def _look_at(
                 ) from error
     with undisturbed(model, device):
         try:
-            return _record(model, taken, named, units, device, real=True)
+            return _record(model, taken, named, units, device, real=True, training=training)
         except NeedsDataError as error:
             raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
 
@@ -154,6 +199,7 @@ def _record(
     device: torch.device,
     *,
     real: bool,
+    training: bool | None,
 ) -> Sight:
     mine = _copies(named)  # glue may change them in place, and the example is the caller's
     absence = Absence(device)
@@ -163,6 +209,8 @@ def _record(
     everywhere = constants(model, own)
     readable = [(name, tensor) for name, tensor in control.named.items() if name not in everywhere]
     originals = {} if real else {id(parameter): name for name, parameter in model.named_parameters()}
+    if training is not None:
+        copy.train(training)
     recorder = Recorder(absence, None if real else Templates(absence), mine, readable, originals)
     args, kwargs = taken.call(mine)
     with control.running(recorder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from ._demand import Crossing, Demand, demand
 from ._forward import StageForward
 from ._hold import Holding, hold
 from ._inputs import Inputs, Kinds
-from ._look import Look, branches, look_at, look_for
+from ._look import Look, branches, look_at, look_for, look_in_other_mode
 from ._own import copy_structure
 from ._place import order_units, place_calls
 from ._units import Branch, given_units, matching, near
@@ -209,8 +210,8 @@ class ModelSplit:
                 found.setdefault(f"{self._named(way, key)}, {nbytes:,} bytes", []).append(way)
         if [*found.values()] == [[*range(len(crossing.keys))]] and len(crossing.keys) > 1:
             return f"{next(iter(found))} in every way"
-        ways = {what: [f"ways[{way - 1}]" if way else "the example" for way in mine] for what, mine in found.items()}
-        return "; ".join(f"{what} in {in_a_row(mine)}" for what, mine in ways.items())
+        labels = self._look.labels
+        return "; ".join(f"{what} in {in_a_row([labels[way] for way in mine])}" for what, mine in found.items())
 
     def _named(self, way: int, key: Key) -> str:
         recording = self._look.ways.recordings[way]
@@ -276,7 +277,6 @@ def split(
     if inputs not in ("every", "first"):
         raise StageUsageError(f"inputs must be 'every' or 'first', got {inputs!r}")
     kinds = Kinds(taken, named, everywhere=inputs == "every")
-    tree = branches(model)
     given = stages if isinstance(stages, Mapping) else None
     count = max(stages.values()) + 1 if isinstance(stages, Mapping) else stages
     below = next((name for name, stage in (given or {}).items() if stage < 0), None)
@@ -284,10 +284,29 @@ def split(
         raise StageUsageError(f"{below!r} is to be on stage {given[below]}: stages are numbered from 0")
     if count < 1:
         raise StageUsageError(f"a model is cut into at least 1 stage, got {count}")
+    tree = branches(model)
     if units is None:
         look = look_for(model, kinds, tree, count, with_time=costs == "time")
     else:
         look = look_at(model, kinds, given_units(tree, units), with_time=costs == "time")
+    cut = _cut(look, stages, count, costs, inputs)
+    # Nobody asked for the other of training and evaluation: it may cost nothing, and where it cannot be had, it is refused later.
+    with contextlib.suppress(StageUsageError):
+        wider = look_in_other_mode(look)
+        both = cut if wider is None else _cut(wider, stages, count, costs, inputs)
+        return both if both.tied.keys() == cut.tied.keys() else cut
+    return cut
+
+
+def _cut(
+    look: Look,
+    stages: int | Mapping[str, int],
+    count: int,
+    costs: Literal["parameters", "time"] | Mapping[str, float],
+    inputs: Literal["every", "first"],
+) -> ModelSplit:
+    """Decide, from what was seen."""
+    model, given = look.model, stages if isinstance(stages, Mapping) else None
     called = look.ways.units()
     if not called:
         raise StageUsageError(
