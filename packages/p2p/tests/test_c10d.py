@@ -31,7 +31,7 @@ from stepwell_p2p import (
     send_values,
 )
 from stepwell_p2p._compat import memory_users
-from stepwell_p2p.exceptions import P2PUsageError, TransportError
+from stepwell_p2p.exceptions import P2PUsageError, PeerFailure, TransportError
 from stepwell_p2p.testing import TRANSPORT_CHECKS, Check, PoolFabric, check_transport
 
 META = TensorMeta((4,), (1,), torch.float32)
@@ -194,24 +194,22 @@ def test_p014_p016_a_peer_that_does_not_come_is_named(workers: WorkerPool) -> No
     assert "rank 1 did not come within 1.5 s" in outcomes[0].value
 
 
-def absent_at_open() -> str:
+def absent_at_open() -> tuple[object, str]:
     transport = C10dTransport(timeout=1.5)
-    text = ""
-    if dist.get_rank() == 1:
-        with pytest.raises(TransportError) as caught:
-            transport.open(Placement.loop(3, 3), chain_wires(3))
-        text = str(caught.value)
-    elif dist.get_rank() == 0:
-        transport.open(Placement.loop(3, 3), chain_wires(3))  # needs rank 1 only
-    else:
+    if dist.get_rank() == 2:
         time.sleep(3.0)
+        transport.close()
+        return None, ""
+    with pytest.raises(PeerFailure) as caught:
+        transport.open(Placement.loop(3, 3), chain_wires(3))
     transport.close()
-    return text
+    return caught.value.rank, str(caught.value)
 
 
-def test_p014_edges_connect_in_one_order_before_the_first_step(workers: WorkerPool) -> None:
-    answers = workers.run(absent_at_open, 3)
-    assert "rank 1 could not open channel 1->2: rank 2 did not connect within 1.5 s" in answers[1]
+def test_p014_every_rank_comes_before_the_first_step(workers: WorkerPool) -> None:
+    for named, text in workers.run(absent_at_open, 3)[:2]:
+        assert named == 2
+        assert "waited 1.5 s for" in text
 
 
 def without_a_group() -> list[object]:
@@ -235,6 +233,35 @@ def without_a_group() -> list[object]:
 @pytest.mark.parametrize("init_group", [True, False])
 def test_one_rank_works_with_and_without_a_group(workers: WorkerPool, *, init_group: bool) -> None:
     assert workers.run(without_a_group, 1, init_group=init_group) == [[0, 1, 4.0, ()]]
+
+
+# ---- refusals
+
+
+def refused_batches() -> list[object]:
+    """To itself, where a message that a refused batch left under way is seen at once."""
+    transport, meta = C10dTransport(), TensorMeta((4,), (1,), torch.float32)
+    send = Op(OpKind.SEND_F, Edge(0, 0), 0, 0)
+    recv = Recv(send.mirror, meta)
+    transport.post([Send(send, torch.ones(4)), recv]).wait()
+    for wrong in (
+        Send(recv.op, torch.ones(4)),  # known, but as a receive
+        Recv(send, meta),
+        Send(Op(OpKind.SEND_F, Edge(0, 1), 0, 0), torch.ones(4)),
+        Recv(recv.op, meta, torch.empty(2)),
+        Send(send, torch.ones(4).to_sparse()),
+    ):
+        with pytest.raises(P2PUsageError):
+            transport.post([recv, wrong])
+    (got,) = transport.post([Send(send, torch.full((4,), 2.0)), recv]).wait()
+    transport.close()
+    return got.tolist()
+
+
+def test_a_refused_batch_leaves_nothing_under_way(workers: WorkerPool) -> None:
+    """Items were checked while those before them started: a receive before a wrong send swallowed the next message of its op.
+    And an op that was known passed as the opposite of what it is."""
+    assert workers.run(refused_batches, 1, init_group=False) == [[2.0] * 4]
 
 
 # ---- sizes and forms

@@ -260,6 +260,29 @@ def test_a_rank_that_fails_before_its_channels_open_ends_the_others_opening(work
         assert seconds < 5
 
 
+def killed_before_the_channels_open() -> tuple[float, object]:
+    transport = C10dTransport()
+    start = time.monotonic()
+    if transport.rank == 1:
+        die()
+    with pytest.raises(PeerFailure) as caught:
+        transport.open(Placement.loop(4, 4), chain_wires(4))
+    seconds = time.monotonic() - start
+    transport.close()
+    return seconds, caught.value.rank
+
+
+def test_a_rank_that_is_killed_before_its_channels_open_ends_the_others_opening(workers: WorkerPool) -> None:
+    """It said nothing and was connected to nobody through a channel, so the others waited for it as long as the group's timeout
+    says: half an hour by default."""
+    outcomes = workers.outcomes(killed_before_the_channels_open, 4, deadline=20.0)
+    assert outcomes[1].exit_code == -9
+    for rank in (0, 2, 3):
+        seconds, failed = outcomes[rank].value
+        assert failed == 1
+        assert seconds < 5
+
+
 class CountingStore(dist.HashStore):
     """Says how often it was asked."""
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import stepwell_p2p._link as link_module
 import stepwell_p2p.transports._c10d as c10d_module
 from stepwell_meta.testing import WorkerPool
-from stepwell_p2p import C10dTransport, Placement
+from stepwell_p2p import C10dTransport, Placement, chain_wires, channels_for
 from stepwell_p2p._channels import Channel
 from stepwell_p2p._groups import ChannelGroup, _split, open_registered, rounds_of
+from stepwell_p2p.exceptions import PeerFailure
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -77,6 +78,33 @@ def test_a_group_stays_until_all_its_members_are_connected(
         threading.Timer(comes_after, lambda: store.set("up/1", "")).start()
     made.close()
     assert least <= time.monotonic() - start < most
+
+
+def absent_from_a_channel() -> tuple[float, object, str]:
+    """Rank 2 comes to the transport and not to the channel that all share; rank 1 is the first to give up."""
+    rank = dist.get_rank()
+    transport = C10dTransport(timeout=1.0 if rank == 1 else 30.0)
+    start = time.monotonic()
+    if rank == 2:
+        time.sleep(3.0)
+        transport.close()
+        return 0.0, None, ""
+    assert transport._link is not None
+    with pytest.raises(PeerFailure) as caught:
+        transport._link.open(channels_for(Placement.loop(3, 3), chain_wires(3), "shared"))
+    seconds = time.monotonic() - start
+    with pytest.raises(PeerFailure):
+        transport.post([])
+    transport.close()
+    return seconds, caught.value.rank, str(caught.value)
+
+
+def test_the_first_rank_to_give_up_on_a_member_tells_the_others(workers: WorkerPool) -> None:
+    """It told nobody, so the others ran into their own timeouts, one after the other."""
+    for seconds, named, text in workers.run(absent_from_a_channel, 3)[:2]:
+        assert named == 2
+        assert "rank 1 could not open channel shared: rank 2 did not connect within 1 s" in text
+        assert seconds < 3
 
 
 def test_rounds_have_disjoint_members_and_keep_the_order() -> None:

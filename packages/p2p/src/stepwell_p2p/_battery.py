@@ -347,6 +347,8 @@ def refusals(transport: Transport) -> None:
     for item in wrong:
         _raises(P2PUsageError, functools.partial(transport.post, [item]))
     _exchange(transport, peer, one, meta)
+    known = Send(Op(OpKind.RECV_F, Edge(peer, rank), 0, 0), one)  # posted before, as the receive that it is
+    _raises(P2PUsageError, lambda: transport.post([known]))
     transport.close()
     transport.close()
     _raises(P2PUsageError, lambda: transport.post([Send(Op(OpKind.SEND_F, Edge(rank, peer), 0, 0), one)]))

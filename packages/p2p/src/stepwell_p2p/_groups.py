@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ._board import failure_in
 from ._channels import Channel
 from ._compat import gloo_groups
-from .exceptions import TransportError
+from .exceptions import PeerFailure, TransportError
 
 _STILL_CONNECTING = timedelta(seconds=2)
 _PAUSE = 0.002  # seconds between two looks for a member
@@ -78,8 +78,8 @@ def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, time
         timeout: how long to wait for a peer, now and in every later operation.
 
     Raises:
-        PeerFailure: a rank reported a failure meanwhile.
-        TransportError: a peer did not come in time.
+        PeerFailure: a rank reported a failure meanwhile, or a peer did not come in time.
+        TransportError: a peer left while it connected.
     """
     make = gloo_groups(timeout)
     groups: list[ChannelGroup] = []
@@ -109,9 +109,10 @@ def _wait_for_members(channel: Channel, rank: int, board: dist.Store, store: dis
         if failure is not None:
             raise failure.error()
         if time.monotonic() > deadline:
-            raise TransportError(
+            raise PeerFailure(
                 f"rank {rank} could not open channel {channel.name}: rank {', '.join(map(str, absent))} did not connect within"
-                f" {timeout.total_seconds():g} s; every rank of the group opens the same channels"
+                f" {timeout.total_seconds():g} s; every rank of the group opens the same channels",
+                rank=absent[0],
             )
         time.sleep(_PAUSE)
 

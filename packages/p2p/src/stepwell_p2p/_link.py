@@ -115,17 +115,23 @@ class Link:
         """Make this rank's groups; every rank of the group calls it with the same map. Done once per map.
 
         Raises:
-            TransportError: a peer is absent, or the map differs from the one that is open.
+            PeerFailure: a peer is absent, or a rank reported a failure meanwhile; every rank hears of the first one.
+            TransportError: the map differs from the one that is open.
         """
         if channels == self.channels:
             return
         if self.channels is not None:
             raise TransportError("other channels are open on this group: close every transport of it first")
-        made = (
-            open_gloo(channels.channels, rank=self.rank, store=self._store, timeout=self.timeout)
-            if self.gloo
-            else open_registered(rounds_of(channels.channels), parent=self.group, timeout=self.timeout)
-        )
+        try:
+            made = (
+                open_gloo(channels.channels, rank=self.rank, store=self._store, timeout=self.timeout)
+                if self.gloo
+                else open_registered(rounds_of(channels.channels), parent=self.group, timeout=self.timeout)
+            )
+        except TransportError as error:
+            culprit = Failure(error.reason, error.rank) if isinstance(error, PeerFailure) else Failure(str(error))
+            self.failure = self.board.report(culprit)
+            raise self.failure.error() from error
         self.groups = {group.channel.name: group for group in made}
         self.channels = channels
 

@@ -21,13 +21,15 @@ from .._channels import ChannelPolicy, channels_for
 from .._failure import Failure
 from .._layout import check_buffer, place, row_major
 from .._link import Flight, Link, backend_for, leave, link_of
-from .._op import Op
+from .._op import Op, OpKind
 from .._own import OwnMessages, OwnReceive
 from .._pack import SMALL
-from .._placement import Placement, Wire, chain_wires
+from .._placement import Edge, Placement, Wire, chain_wires
 from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError
+
+_MEETING = -256  # the lowest microbatch that has a tag: of the messages with which ranks meet
 
 
 class C10dTransport:
@@ -84,7 +86,7 @@ class C10dTransport:
         self.name = name
         self.buffers = BufferPool("cpu")
         self._own = OwnMessages()
-        self._routes: dict[Op, _Route] = {}
+        self._routes: tuple[dict[Op, _Route], dict[Op, _Route]] = ({}, {})  # of receives and of sends
         self._closed = False
         self._failure: Failure | None = None
         self._link: Link | None = None
@@ -107,13 +109,15 @@ class C10dTransport:
 
         Raises:
             P2PUsageError: the placement needs more ranks than the group has.
-            TransportError: a peer did not connect within the timeout.
+            TransportError: a rank of the group did not come within the timeout, or has ended.
         """
         if placement.num_ranks > self.size:
             raise P2PUsageError(f"the placement needs {placement.num_ranks} ranks, the group has {self.size}")
         if self._link is not None:
+            if self._link.gloo and self._link.channels is None:
+                self._meet()
             self._link.open(channels_for(placement, wires, self.policy))
-            self._routes.clear()
+            self._forget_routes()
 
     def post(self, batch: Sequence[Send | Recv]) -> _Batch:
         """Start every message of the batch; see :meth:`stepwell_p2p.Transport.post`."""
@@ -193,12 +197,30 @@ class C10dTransport:
         if not self._closed:
             self._closed = True
             self._own.clear()
-            self._routes.clear()
+            self._forget_routes()
             self.buffers.clear()
             if self._link is not None:
                 for handle in [handle for handle in self._link.pending if handle.transport is self]:
                     self._link.pending.pop(handle, None)
                 leave(self._link, self.name)
+
+    def _meet(self) -> None:
+        """Until every rank of the group is here: a dissemination barrier over the group's own connections.
+
+        Those break when a rank dies. Channels that are about to connect have nothing that would, so ranks that waited there for a
+        dead one would wait for the whole timeout.
+
+        Source: Hensgen, Finkel and Manber, Two algorithms for barrier synchronization, 1988.
+        """
+        rank, size, here = self.rank, self.size, torch.zeros(1)
+        for turn in range((size - 1).bit_length()):
+            send = Op(OpKind.SEND_F, Edge(rank, (rank + 2**turn) % size), 0, _MEETING, turn)
+            recv = Op(OpKind.RECV_F, Edge((rank - 2**turn) % size, rank), 0, _MEETING, turn)
+            self.post([Send(send, here), Recv(recv, TensorMeta((1,), (1,), torch.float32))]).wait()
+
+    def _forget_routes(self) -> None:
+        for routes in self._routes:
+            routes.clear()
 
     def _find_route(self, item: Send | Recv) -> _Route:
         op, is_send = item.op, isinstance(item, Send)
@@ -214,7 +236,7 @@ class C10dTransport:
             else:
                 number = list(link.groups).index(made.channel.name)
                 route = _Route(made.group, made.peer(op.peer), tag, number, link.counts[op], is_send=is_send)
-        self._routes[op] = route
+        self._routes[is_send][op] = route
         return route
 
     def _outgoing(self, item: Send) -> torch.Tensor:
@@ -231,6 +253,12 @@ class C10dTransport:
             return self.buffers.take(pooled)
         return torch.empty(item.meta.shape, dtype=item.meta.dtype, device=self._wire_device)
 
+    def _check_own(self, item: Send | Recv) -> None:
+        if isinstance(item, Send):
+            row_major(item.tensor)
+        elif item.buffer is not None:
+            check_buffer(item.buffer, item.meta)
+
     def _post_own(self, item: Send | Recv, handle: _Batch) -> None:
         if isinstance(item, Send):
             self._own.send(item)
@@ -238,35 +266,49 @@ class C10dTransport:
             handle.received.append((item, self._own.recv(item)))
 
     def _post_tagged(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link | None) -> None:
-        """Receives first: a send whose receive is there already needs one message less between the ranks."""
+        """Receives first: a send whose receive is there already needs one message less between the ranks.
+
+        What is wrong with any item is found before the first one starts.
+        """
+        ready: list[tuple[Send | Recv, _Route, torch.Tensor | None, int]] = []
         for item in batch if len(batch) == 1 else sorted(batch, key=_is_send):
-            op = item.op
-            route = self._routes.get(op) or self._find_route(item)
+            route = self._routes[isinstance(item, Send)].get(item.op) or self._find_route(item)
             if link is None or route.channel is None:
-                self._post_own(item, handle)
-                continue
-            if isinstance(item, Send):
+                self._check_own(item)
+                ready.append((item, route, None, 0))
+            elif isinstance(item, Send):
                 tensor = self._outgoing(item)
-                tag = route.tag_for(tensor.shape, tensor.dtype)
+                ready.append((item, route, tensor, route.tag_for(tensor.shape, tensor.dtype)))
             else:
                 tag = route.tag_for(item.meta.shape, item.meta.dtype)
-                tensor = self._incoming(item, route.pooled)
-                handle.received.append((item, tensor))
+                ready.append((item, route, self._incoming(item, route.pooled), tag))
+        for item, route, value, tag in ready:
+            if link is None or value is None:
+                self._post_own(item, handle)
+                continue
+            if isinstance(item, Recv):
+                handle.received.append((item, value))
             try:
-                work = route.start([tensor], route.peer, tag)
+                work = route.start([value], route.peer, tag)
             except RuntimeError as error:  # the connection is broken already
-                raise link.failed(op, error, 0.0) from error
-            handle.flights.append(Flight(op, work, tensor, next(route.counter)))
+                raise link.failed(item.op, error, 0.0) from error
+            handle.flights.append(Flight(item.op, work, value, next(route.counter)))
 
     def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link) -> None:
         """Channel by channel, in the one order in which all ranks made them, each as one group call."""
-        per_channel: dict[int, list[tuple[Op, torch.Tensor, dist.P2POp, _Route]]] = {}
-        for item in batch:
-            route = self._routes.get(item.op) or self._find_route(item)
+        ready: list[tuple[Send | Recv, _Route, torch.Tensor | None]] = []
+        for item in batch:  # what is wrong with any is found before the first one starts
+            route = self._routes[isinstance(item, Send)].get(item.op) or self._find_route(item)
             if route.channel is None:
+                self._check_own(item)
+                ready.append((item, route, None))
+            else:
+                ready.append((item, route, self._outgoing(item) if isinstance(item, Send) else self._incoming(item)))
+        per_channel: dict[int, list[tuple[Op, torch.Tensor, dist.P2POp, _Route]]] = {}
+        for item, route, tensor in ready:
+            if tensor is None:
                 self._post_own(item, handle)
                 continue
-            tensor = self._outgoing(item) if isinstance(item, Send) else self._incoming(item)
             if isinstance(item, Recv):
                 handle.received.append((item, tensor))
             verb = dist.isend if isinstance(item, Send) else dist.irecv
