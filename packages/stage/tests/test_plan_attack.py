@@ -19,6 +19,7 @@ from stepwell_p2p.exceptions import DeadlockError, PeerFailure, TransportError
 from stepwell_stage import Action, Costs, Kind, Plan, Schedule, lower, prove, simulate
 from stepwell_stage.exceptions import ScheduleError
 from stepwell_stage.plan._random import random_links, random_schedule
+from stepwell_stage.run._bind import _apart
 
 SENDS, RECVS, WAITS = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B), (Kind.WAIT_F, Kind.WAIT_B)
 RULES = st.builds(Rules, tagged=st.booleans(), rendezvous=st.booleans())
@@ -309,3 +310,24 @@ def play(plan: Plan, rank: int, transport: Transport) -> Iterator[Callable[[], o
                     yield from posted.pop((taken, leaf.stage, leaf.microbatch), [])
     for waits in posted.values():
         yield from waits
+
+
+@given(seed=st.integers(0, 2**32), rules=RULES, channels=st.sampled_from(ChannelPolicy))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_what_is_proved_of_pairs_as_one_holds_for_the_order_in_which_the_executor_posts(
+    seed: int, rules: Rules, channels: ChannelPolicy
+) -> None:
+    """The executor sends what the forward of a pair made before it waits for the gradient that the backward takes."""
+    rng = random.Random(seed)
+    schedule = random_schedule(rng)
+    plan = lower(schedule, random_links(rng, schedule.placement.num_stages), prefetch=rng.randrange(4))
+    if rng.random() < 0.7:
+        plan = attrs.evolve(plan, actions=swapped(rng, plan.actions, rng.randint(1, 3)))
+    try:
+        proof = prove(plan, rules, channels=channels)
+    except (ScheduleError, DeadlockError):
+        return
+    as_run = plan.with_pairs_apart()
+    assert as_run.actions == tuple(tuple(_apart(row)) for row in plan.actions)
+    found = prove(as_run, rules, channels=channels)
+    assert (found.num_messages, found.peak_activations) == (proof.num_messages, proof.peak_activations)

@@ -155,6 +155,27 @@ def test_who_waits_for_parameters_does_not_wait_for_a_message() -> None:
     assert simulation.bubble == simulation.timeline.bubble == pytest.approx(4 / 7)
 
 
+def test_what_the_forward_of_a_pair_made_leaves_before_the_backward_of_the_pair_begins() -> None:
+    """It left with the end of the pair, a whole backward late, where the executor sends it at once: steps beat their ideal."""
+    schedule = custom(["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 (1F1;1B0)OVERLAP_F_B 1F2 1B1 1B2", "2F0 2B0 2F1 2B1 2F2 2B2"])
+    simulation = simulate(lower(schedule).with_pairs_apart(), Costs.uniform(3, backward=4.0))
+    found = {(str(event.action), event.rank): (event.start, event.end) for event in simulation.timeline.events}
+    # Until 7 s rank 2 is in 2B0, whose gradient the pair's backward takes; the forward does not wait for it.
+    assert found["1F1", 1] == (2, 3)
+    assert found["1RECV_B0", 1] == (3, 7)
+    assert found["1B0", 1] == (7, 11)
+    assert found["2F1", 2] == (7, 8)
+    assert [(rank, str(action)) for rank, action in simulation.critical_path][:3] == [
+        (0, "0F0"),
+        (1, "1F0"),
+        (2, "2F0"),
+    ]
+    as_one = simulate(lower(schedule), Costs.uniform(3, backward=4.0))
+    starts = {str(event.action): event.start for event in as_one.timeline.events}
+    assert starts["(1F1;1B0)OVERLAP_F_B"] == 7
+    assert starts["2F1"] == 12
+
+
 def test_overlapped_pairs_save_what_they_are_said_to() -> None:
     plan = lower(dualpipe_v(1, 4))
     pairs = sum(bool(action.parts) for action in plan.actions[0])

@@ -65,6 +65,17 @@ class Plan:
         """M."""
         return self.schedule.num_microbatches
 
+    def with_pairs_apart(self) -> Plan:
+        """The plan as the executor runs it where no handler runs overlapped pairs.
+
+        Instead of each pair stand its forward, the send of what that made, and its backward.
+
+        Example::
+
+            simulate(lower(dualpipe_v(4, 8)).with_pairs_apart(), costs).makespan
+        """
+        return attrs.evolve(self, actions=map(_apart, self.actions))
+
     def peers(self, action: Action) -> tuple[int, ...]:
         """The stages on other ranks with which a SEND, RECV or WAIT exchanges values, ascending."""
         if action.peer is not None:
@@ -121,6 +132,24 @@ def lower(
     if sharded or reduced:
         rows = with_data_parallel(rows, set(sharded), set(reduced), max_unsharded)
     return Plan(schedule, chosen, rows)
+
+
+def _apart(planned: Iterable[Action]) -> Iterator[Action]:
+    """The parts of overlapped pairs one after the other, and between them the send of what the forward made.
+
+    In the plan that send follows the pair; nothing else is posted in between, so the order of messages stays.
+    """
+    backward: Action | None = None  # of the pair before
+    for action in planned:
+        sends = action[1] is SEND_F  # behind a pair: what its forward made
+        if backward is not None and not sends:
+            yield backward
+        yield action[4][0] if action[4] else action
+        if backward is not None and sends:
+            yield backward
+        backward = action[4][1] if action[4] else None
+    if backward is not None:
+        yield backward
 
 
 def _check_links(links: Iterable[tuple[int, int]], num_stages: int) -> None:

@@ -2,6 +2,9 @@
 
 Each rank is a clock. A compute action starts when its rank is free and what it takes has arrived; a message starts when both ends
 have posted it and the one before it on the same edge has left. One pass over the actions, whatever their number.
+
+An overlapped pair is one action, as it is where a handler runs it: what its forward made leaves when the pair is over. What the
+executor makes of pairs without a handler is another plan, see :meth:`Plan.with_pairs_apart`.
 """
 
 from __future__ import annotations
@@ -119,7 +122,7 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         simulate(lower(one_f_one_b(4, 8)), Costs.uniform(4)).bubble   # 3/11
 
     Args:
-        plan: a lowered schedule.
+        plan: a lowered schedule; :meth:`Plan.with_pairs_apart` where no handler runs its overlapped pairs.
         costs: what each action and each message takes.
 
     Raises:
