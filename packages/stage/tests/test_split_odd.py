@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from stage_support import Threads
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepwell_p2p import Transport
 from stepwell_stage import Executor, schedules, split
+from stepwell_stage.exceptions import StageUsageError
 
 
 class Scaled(nn.Module):
@@ -68,3 +70,41 @@ def test_units_whose_forward_is_called_by_name(threads: Threads) -> None:
         assert mine.grad is not None
         assert plain.grad is not None
         assert torch.equal(mine.grad, plain.grad)
+
+
+class Clamped(nn.Module):
+    """Clamps a gradient between its layers, if there is one."""
+
+    def __init__(self, asks: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad if self.asks == "the tensor" else torch.is_grad_enabled():
+                x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return x
+
+
+def test_hooks_that_are_put_where_a_tensor_needs_a_gradient(threads: Threads) -> None:
+    """They were lost without a word, and gradients wrong: the stage that made the tensor had stopped before them."""
+    schedule, x = schedules.one_f_one_b(2, 3), torch.randn(6, 4).double()
+
+    def on_rank(transport: Transport, model: nn.Module) -> None:
+        cut = split(model, 2, example=x)
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        Executor(stages, schedule, Tensor.sum, loss_weights="sum").step(x=x, return_outputs=False)
+
+    with pytest.raises(StageUsageError, match=r"register_hook in .* where no example did.* torch\.is_grad_enabled\(\)"):
+        threads(on_rank, 2, Clamped("the tensor").double())
+    model = Clamped("torch").double()
+    whole = copy.deepcopy(model)
+    threads(on_rank, 2, model)
+    for part in x.tensor_split(3):
+        whole(part).sum().backward()
+    for mine, plain in zip(model.parameters(), whole.parameters(), strict=True):
+        assert mine.grad is not None
+        assert plain.grad is not None
+        torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-12, atol=1e-14)

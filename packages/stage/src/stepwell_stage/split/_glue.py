@@ -117,9 +117,11 @@ class StageGlue(Glue):
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
-        if name in HOOKS and any(args[0] is one for one in self._received):
-            return RemovableHandle(OrderedDict())  # on the stage that made it
         number, route = self.count, self.route
+        if name in HOOKS and not self._absence.is_absent(args[0]):
+            self._check_hook(name)
+            if any(args[0] is one for one in self._received):
+                return RemovableHandle(OrderedDict())  # on the stage that made it
         if number == route.parts_at:
             route = route.branches.get(name, route)
         taken = route.part.takes.get(number)
@@ -141,6 +143,15 @@ class StageGlue(Glue):
         if leaves:
             self._made(number, name, leaves)
         return out
+
+    def _check_hook(self, name: str) -> None:
+        """Refuse what no example showed: several stages may have a part of this gradient, or the one that has it has stopped."""
+        if self.count not in self.route.hooked:
+            raise StageUsageError(
+                f"{source_line(name)} asks for a gradient where no example did. Examples are looked at without gradients, so"
+                " ask for torch.is_grad_enabled() before it, not for requires_grad; or make the module that does it a unit"
+                " (units=)"
+            )
 
     def unit_call(
         self, name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -152,6 +152,7 @@ class Route:
         ways: which these are.
         names: of the calls and operations, in order; beyond ``parts_at`` those of the first way.
         singles: of the operations those that give a single tensor; likewise.
+        hooked: how many calls and operations come before each hook on a gradient, in any of the ways.
         part: what the stage does; likewise.
         last: where it may stop, if the ways do not part before: where none of them has anything left. None: it runs to the end.
         parts_at: the number at which the ways part.
@@ -162,6 +163,7 @@ class Route:
     ways: tuple[int, ...]
     names: tuple[str, ...]
     singles: frozenset[int]
+    hooked: frozenset[int]
     part: Part
     last: int | None
     parts_at: int
@@ -201,6 +203,7 @@ def routes(ways: Ways, parts: Sequence[Part]) -> tuple[Route, ...]:
             members,
             names[0],
             ways.recordings[first].singles,
+            frozenset(number for way in members for _, number in ways.recordings[way].hooked),
             parts[first],
             None if None in ends else max(end for end in ends if end is not None),
             parts_at,
