@@ -216,6 +216,31 @@ def test_loss_and_gradients_are_those_of_one_process_bit_for_bit(ranks: int, sch
     assert names == {name for name, _ in reference.named_parameters()}
 
 
+def test_ranks_that_are_threads_may_each_capture_and_cut_the_model() -> None:
+    """Captures of one model took each other's parameters, and left their hooks in it; cuts of one graph gave stages on "meta"."""
+
+    def main(world: stepwell.World) -> Any:
+        first = cut(model, 4)
+        second = split_stages(shared, automatic_owners(model, 4))
+        losses = []
+        for stages in (first, second):
+            pipe = stepwell.graph_pipeline(stages, model, world, schedule="1f1b", microbatches=4)
+            losses.append(pipe.step(tokens=batch(0)).loss)
+            for parameter in pipe.parameters():
+                parameter.grad = None
+        assert losses[0] == losses[1]
+        return losses[0]
+
+    model, fast = made(tied=False), torch.backends.mkldnn.enabled
+    shared = trace(model, train_fn, {"tokens": batch(0, 2)})
+    found = stepwell.launch(main, ranks=4)
+    with one_thread():
+        expected, _ = one_process(copy.deepcopy(model), batch(0))
+    assert found == [pytest.approx(expected, rel=1e-15)] * 4
+    assert torch.backends.mkldnn.enabled == fast
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 def over_gloo(schedule: str, mode: str, replicas: int, tied: bool) -> dict[str, Any]:
     """Largest differences from one process, relative to the largest gradient; and a checkpoint there and back."""
     ranks = dist.get_world_size() // replicas

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from stepwell_graphpasses import GraphCompiler, ParallelPlan, PassConfig, PassContract, shard, verify
 from stepwell_graphpasses._collectives import starts
+from stepwell_graphpasses._live import _optimizers_of
 from stepwell_graphpasses._order import rearrange
 from stepwell_graphpasses.exceptions import (
     CaptureError,
@@ -93,6 +96,55 @@ def test_b04_own_meshes_groups_and_degrees(config: Any, axes: Any, groups: Any, 
 def test_b05_hsdp_degrees(config: dict[str, Any], message: str) -> None:
     with fake_world(4), pytest.raises(TopologyError, match=message):
         compiler(PassConfig(dp_mode="hsdp", **config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tp_size": 4}, "tp_size=4, but the mesh has 2"),
+        ({"pp_enabled": True, "pp_degree": 4}, "pp_degree=4, but the mesh has 2"),
+    ],
+)
+def test_degrees_beside_data_parallelism_must_be_those_of_the_mesh(config: dict[str, Any], message: str) -> None:
+    """Only the degrees of data parallelism were compared: another number of stages, or of tensor parallel ranks, went unseen."""
+    right = PassConfig(tp_size=2, pp_enabled=True, pp_degree=2)
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+        with pytest.raises(ConfigError, match=message):
+            compiler(PassConfig(**config), mesh=mesh)
+        assert compiler(right, mesh=mesh).config.fsdp_degree == 2
+        assert compiler(PassConfig(**config), mesh=mesh["fsdp"]).config.fsdp_degree == 2  # which does not say
+
+
+def test_other_threads_go_on_while_parameters_become_shards() -> None:
+    """The search for optimizers took hold of all objects, also of tuples that other threads were making: these failed there."""
+    failures: list[SystemError] = []
+    over = threading.Event()
+
+    def make_tuples() -> None:
+        while not over.is_set() and not failures:
+            try:
+                tuple(number for number in range(200))
+            except SystemError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=make_tuples) for _ in range(3)]
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            (found,) = _optimizers_of(model.parameters())
+    finally:
+        over.set()
+        sys.setswitchinterval(before)
+        for thread in threads:
+            thread.join(timeout=30)
+    assert not failures
+    assert found is optimizer.param_groups[0]["params"]
 
 
 def test_b06_b07_external_meshes_are_found_by_axis_and_reconciled() -> None:

@@ -140,6 +140,17 @@ def test_what_a_program_refuses() -> None:
         GraphProgram(Nothing()).forward(0, inputs(0)[:1], lambda tensors: (tuple(tensors), {}))
 
 
+def test_the_back_end_that_a_configuration_names_serves_stages_too() -> None:
+    """A program built its passes without it: torch's own were asked for, and ours ran with no word."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+        config = PassConfig(pass_backend="torch", bucket_by="bytes")
+        program = GraphProgram(support.seeded(lambda: support.MLP(6, 6)), config, mesh=mesh)
+        program.forward(0, inputs(0)[:1], lambda tensors: (tuple(tensors), {}))
+        (capture,) = program._captures
+        assert any("chosen and merged by torch" in text for _, text in capture.joint.notes)
+
+
 def take(program: GraphProgram, number: int, *values: torch.Tensor) -> Any:
     return program.forward(number, values, lambda tensors: (tuple(tensors), {}))
 

@@ -468,9 +468,13 @@ def resolve_topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopolog
     else:
         return None, config
     degrees = topology.degrees
+    sizes = dict(zip(topology.mesh.mesh_dim_names or (), topology.mesh.shape, strict=False))
     for field, asked, found in (
         ("fsdp_degree", config.fsdp_degree, degrees.shard),
         ("dp_replicate_degree", config.dp_replicate_degree, degrees.replicate),
+        # A part of a mesh does not say how large the axes are that it leaves out.
+        ("tp_size", config.tp_size if config.tp_size > 1 and "tp" in sizes else None, sizes.get("tp")),
+        ("pp_degree", config.pp_degree if "pp" in sizes else None, sizes.get("pp")),
     ):
         if asked is not None and asked != found:
             raise ConfigError(

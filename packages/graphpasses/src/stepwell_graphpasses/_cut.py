@@ -31,6 +31,7 @@ from ._plan import ParallelPlan, ancestors
 from ._program import GraphProgram
 from ._stage_graph import CutStage
 from ._stages import assign, check_writes
+from ._trace import ONE_AT_A_TIME
 from .exceptions import GraphUsageError, SplitError
 
 aten = torch.ops.aten
@@ -132,7 +133,8 @@ def split_stages(joint: JointGraph, owners: Mapping[str, int]) -> GraphStages:
             f"the graph was captured with sizes that may change ({', '.join(dynamic)}), but stages of a pipeline have fixed ones:"
             " capture it with dynamic=False, from an example of one microbatch"
         )
-    return _Cut(joint.copy(), owners).run()
+    with ONE_AT_A_TIME:
+        return _Cut(joint.copy(), owners).run()
 
 
 class _Cut:

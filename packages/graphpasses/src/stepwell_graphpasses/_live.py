@@ -329,9 +329,15 @@ def _optimizers_of(parameters: Any) -> list[list[torch.Tensor]]:
     Raises:
         ModelStateError: such an optimizer has state for them already.
     """
-    wanted = {id(p) for p in parameters}
+    wanted = {id(p): p for p in parameters}
+    # Upwards from the parameters, not through gc.get_objects(): that takes hold of every tuple which another thread is just
+    # making, and Python then fails there.
+    lists_of = [thing for thing in gc.get_referrers(*wanted.values()) if type(thing) is list]
+    groups = [thing for thing in gc.get_referrers(*lists_of) if type(thing) is dict and "params" in thing]
+    holders = gc.get_referrers(*[thing for thing in gc.get_referrers(*groups) if type(thing) is list])
+    holders += gc.get_referrers(*[thing for thing in holders if type(thing) is dict])  # an object's attributes
     found = []
-    for thing in gc.get_objects():
+    for thing in {id(thing): thing for thing in holders}.values():
         if not issubclass(type(thing), torch.optim.Optimizer):  # not isinstance: some proxies warn when asked
             continue
         lists = [group["params"] for group in thing.param_groups if any(id(p) in wanted for p in group["params"])]

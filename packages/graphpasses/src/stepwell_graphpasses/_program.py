@@ -11,7 +11,6 @@ Gradients stay whole, and in the dtype of reductions, until all microbatches hav
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -32,14 +31,13 @@ from ._plan import ParallelPlan
 from ._signature import agree, first_difference, signature
 from ._stage_graph import CutStage, StageGraph
 from ._table import parameter_table, plan_layouts
+from ._trace import ONE_AT_A_TIME
 from ._trace_stage import trace_stage
 from ._variants import FULL, NONE, Variant
 from .exceptions import CaptureError, GradientError, ModelStateError
 from .passes import BucketPass, DataParallelPass, DeadCollectivePass, OverlapPass, RematPass
 
 _Reducer: TypeAlias = tuple[tuple[str, ...], Callable[[list[Any]], tuple[Any, ...]]]
-# Ranks may be threads of one process, whose graphs share a mode of example values; a capture also undoes what it changes.
-_ONE_AT_A_TIME = threading.RLock()
 _SPLIT = "_stepwell_split"  # what stepwell_stage.split() leaves on the units of its stages
 
 
@@ -278,7 +276,7 @@ class GraphProgram:
         error: Exception | None = None
         entries: tuple[Any, ...] = ()
         try:
-            with _ONE_AT_A_TIME:
+            with ONE_AT_A_TIME:
                 graph = make()
                 passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
                 joint = self._passed(live, graph.joint, NONE, passes)
@@ -317,9 +315,9 @@ class GraphProgram:
 
     def _passed(self, live: LiveModel, joint: JointGraph, variant: Variant, passes: Sequence[GraphPass]) -> JointGraph:
         if self.config.bucket_by != "none":
-            passes = [*passes, BucketPass()]
+            passes = [*passes, BucketPass(backend=self.config.pass_backend)]
         context = PassContext(self.config, self._topology, dict(live.layouts), variant)
-        return PassPipeline([*passes, OverlapPass()]).run(joint, context)
+        return PassPipeline([*passes, OverlapPass(backend=self.config.pass_backend)]).run(joint, context)
 
     def _values(self, capture: StagePieces, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         live = self._live
@@ -400,6 +398,6 @@ class GraphProgram:
             mode=mode,
             extra_inputs=names,
         )
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             joint = self._passed(live, joint, FULL, [DataParallelPass()])
         return joint.gradients, compile_graph(joint.graph, joint.root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,10 @@ from ._recompute import fold_recomputed
 from ._scopes import Scopes, adopt_owners
 from ._table import Parameter, ParameterTable, names_by_tensor, parameter_table
 from .exceptions import CaptureError, GraphError
+
+# Ranks may be threads of one process. A capture swaps what a model holds, and undoes it; and a graph, its copies and its stages
+# share one mode of example values, which bears one thread at a time.
+ONE_AT_A_TIME = threading.RLock()
 
 TrainFn = Callable[..., Any]
 """``train_fn(model, **inputs)`` returns the loss, or ``(loss, {name: value})``."""
@@ -62,18 +67,19 @@ def trace(
         CaptureError: the step cannot be captured; names the user's line where one is to blame.
     """
     dims = DynamicDims(dynamic, tuple((name, tuple(values)) for name, values in (dynamic_arg_dims or {}).items()))
-    return capture(
-        model,
-        train_fn,
-        inputs,
-        make_step=Step,
-        backward=backward,
-        dims=dims,
-        param_dtype=param_dtype,
-        cast_inputs_of=cast_inputs_of,
-        device=device,
-        table=table,
-    )
+    with ONE_AT_A_TIME:
+        return capture(
+            model,
+            train_fn,
+            inputs,
+            make_step=Step,
+            backward=backward,
+            dims=dims,
+            param_dtype=param_dtype,
+            cast_inputs_of=cast_inputs_of,
+            device=device,
+            table=table,
+        )
 
 
 def capture(
