@@ -108,3 +108,22 @@ def test_hooks_that_are_put_where_a_tensor_needs_a_gradient(threads: Threads) ->
         assert mine.grad is not None
         assert plain.grad is not None
         torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-12, atol=1e-14)
+
+
+class Named(nn.Module):
+    """Takes tensors by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return self.layers[1](self.layers[0](given["one"]) + given["two"])
+
+
+def test_tensors_in_another_structure_are_named() -> None:
+    """The sentence began with nothing: stage 0 was given , or tensors in another structure."""
+    one, two = torch.ones(2, 4), torch.ones(2, 4)
+    cut = split(Named(), 2, example={"given": {"one": one, "two": two}}, inputs="first")
+    with pytest.raises(StageUsageError, match="stage 0 was given tensors in another structure, unlike any example"):
+        cut.module(0)(given={"two": two, "one": one})

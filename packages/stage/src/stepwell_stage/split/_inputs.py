@@ -193,10 +193,13 @@ class Kinds:
                 ' step(**split.keywords(...)); or split with inputs="first"'
             )
         if any(_held(example) == _held(named) for example in self.examples):
-            plain = [f"{name}={value!r}" for name, value in said.items() if next(tensors_in(value), None) is None]
+            plain = ", ".join(
+                f"{name}={value!r}" for name, value in said.items() if next(tensors_in(value), None) is None
+            )
+            what = ", or ".join(filter(None, (plain, "tensors in another structure")))
             return (
-                f"stage {stage} was given {', '.join(plain)}, or tensors in another structure, unlike any example, and stages"
-                ' that are not given the inputs go by these: split with an example for this too (ways=), or with inputs="every"'
+                f"stage {stage} was given {what}, unlike any example, and stages that are not given the inputs go by these:"
+                ' split with an example for this too (ways=), or with inputs="every"'
             )
         return (
             f"stage {stage} was given {_row(_held(named))}, and no example has these and no others:"
