@@ -579,3 +579,18 @@ def test_graphs_that_are_not_cut_are_refused() -> None:
         SplitError, match=r"captured with sizes that may change \(x, y\), but stages of a pipeline have fixed ones"
     ):
         split_stages(trace(model, support.mse_loss, batch, dynamic=True), OWNERS)
+
+
+@pytest.mark.parametrize("value", [2.0, True, torch.tensor(2), torch.tensor([2, 2])], ids=repr)
+def test_what_is_built_into_a_cut_step_may_not_become_another_type(value: Any) -> None:
+    """2.0 passed for 2, though it makes another dtype of whole numbers; and a tensor failed with torch's words, or passed too."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def step(model: nn.Module, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return (model(x) * scale).mean()
+
+    x = torch.randn(2, 4)
+    first = split_stages(trace(model, step, {"x": x, "scale": 2}), {"0": 0, "1": 1}).stages[0]
+    assert first.tensors((x,), {"scale": 2}) == [x]
+    with pytest.raises(GuardError, match="scale: the graph was made for the value 2, got"):
+        first.tensors((x,), {"scale": value})

@@ -110,7 +110,7 @@ class InputGuards:
             if isinstance(guard, TensorGuard):
                 problems += guard.problems(leaf)
                 tensors.append(leaf)
-            elif not _same(leaf, guard[1]):
+            elif not is_same(leaf, guard[1]):
                 problems.append(f"{name}: the graph was made for the value {guard[1]!r}, got {leaf!r}")
         if problems:
             return problems
@@ -129,7 +129,8 @@ class InputGuards:
         return problems
 
 
-def _same(left: Any, right: Any) -> bool:
+def is_same(left: Any, right: Any) -> bool:
+    """Whether a value that is built into a graph is this one; 1, 1.0 and True are three."""
     return left is right or (type(left) is type(right) and bool(left == right))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from . import _compat as compat
 from ._config import PassConfig
 from ._graph import JointGraph
-from ._inputs import TensorGuard
+from ._inputs import TensorGuard, is_same
 from ._plan import ParallelPlan
 from ._table import Layout, Parameter, ParameterTable, parameter_table, plan_layouts
 from .exceptions import ConfigError, GuardError, ModelStateError
@@ -102,7 +102,7 @@ class CutStage:
         problems += [
             f"{name}: the graph was made for the value {value!r}, got {leaves[name]!r}"
             for name, value in self.constants.items()
-            if name in leaves and leaves[name] != value
+            if name in leaves and not is_same(leaves[name], value)
         ]
         if problems:
             raise GuardError(
