@@ -223,7 +223,7 @@ def sleeping_table(pool: WorkerPool, size: Size) -> Table:
             share = FORWARD * RANKS / stages
             # A custom Function runs backward once: its I does all, and W nothing.
             costs = Costs([share] * stages, [2 * share] * stages, [2 * share] * stages, [0.0] * stages)
-            ideal = simulate(lower(schedule), costs).makespan
+            ideal = simulate(lower(schedule).with_pairs_apart(), costs).makespan
             hand, mine, theirs = (
                 spread(slowest(found, who), 1 / ideal, "", 3) if who in found[0] else "none"
                 for who in ("by hand", "stepwell", "torch")

@@ -70,7 +70,7 @@ def look(pool: WorkerPool, name: str, forward: float, tries: int) -> tuple[float
     """Simulated and measured seconds of a step: of the best step, those of the rank that took longest."""
     schedule, costs = all_schedules(forward)[name]
     by_rank: list[Any] = pool.run(steps, RANKS, name, forward, tries, deadline=300)
-    return simulate(lower(schedule), costs).makespan, min(map(max, zip(*by_rank, strict=True)))
+    return simulate(lower(schedule).with_pairs_apart(), costs).makespan, min(map(max, zip(*by_rank, strict=True)))
 
 
 def main() -> int:

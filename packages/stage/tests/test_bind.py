@@ -160,7 +160,7 @@ def test_what_the_forward_of_an_overlapped_pair_made_leaves_before_the_backward_
         executor = executor_of(transport, dualpipe_v(2, 6), trace=True)
         step(executor)
         done = [event.action for event in executor.events]
-        planned = [action for action in executor.plan.actions[transport.rank] if action.parts]
+        planned = [action for action in lower(dualpipe_v(2, 6)).actions[transport.rank] if action.parts]
         for forward, backward in (pair.parts for pair in planned):
             between = done[done.index(forward) : done.index(backward)]
             assert (Action(forward.stage, Kind.SEND_F, forward.microbatch) in done) is (forward.stage in (0, 2))

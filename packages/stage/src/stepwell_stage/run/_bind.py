@@ -116,8 +116,7 @@ def bind(
 ) -> Bound:
     """A rank's actions as calls. What a compute action takes from another rank it waits for just before.
 
-    Of an overlapped pair without a handler the forward runs first: its values leave before the backward begins, and the gradient
-    has more time to arrive.
+    Overlapped pairs have a handler: without one the plan has them apart.
     """
     bound = Bound([], [], [])
 
@@ -126,7 +125,7 @@ def bind(
         bound.calls.append((call, action.microbatch))
         bound.waits.append(waits)
 
-    for action in planned if Kind.OVERLAP in handlers else _apart(planned):
+    for action in planned:
         handler = handlers.get(action.name or action.kind)
         for leaf in action.leaves:
             for waited, wait in _waits(leaf, runs[leaf.stage]):
@@ -134,27 +133,6 @@ def bind(
         call = _method(action, runs[action.stage]) if handler is None else _handled(handler, action, runs)
         add(action, functools.partial(_within, tuple(around), action, call) if around else call, waits=False)
     return bound
-
-
-def _apart(planned: Iterable[Action]) -> Iterator[Action]:
-    """The parts of overlapped pairs one after the other, and between them the send of what the forward made.
-
-    In the plan that send follows the pair; nothing else is posted in between, so the order of messages stays.
-    """
-    backward: Action | None = None  # of the pair before
-    for action in planned:
-        sends = action.kind is Kind.SEND_F  # behind a pair: what its forward made
-        if backward is not None and not sends:
-            yield backward
-        if action.parts:
-            yield action.parts[0]
-        else:
-            yield action
-        if backward is not None and sends:
-            yield backward
-        backward = action.parts[1] if action.parts else None
-    if backward is not None:
-        yield backward
 
 
 def _waits(leaf: Action, stage_run: StageRun) -> Iterator[tuple[Action, Callable[[Any], None]]]:

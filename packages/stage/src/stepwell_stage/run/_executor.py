@@ -125,6 +125,9 @@ class Executor:
         self._kwargs_spec = kwargs_chunk_spec
         self._output_spec = output_merge_spec
         self._handlers = dict(handlers or {})
+        if Kind.OVERLAP not in self._handlers:
+            # Forwards first: what they made leaves before the backward begins, and the gradient has more time to arrive.
+            self.plan = self.plan.with_pairs_apart()
         self._around_action = tuple(around_action)
         check_handlers(self._handlers, self.plan, self.transport.rank)
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
