@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from stage_support import Threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stepwell_meta import PipeliningMetadataError
+from stepwell_meta.exceptions import StepwellError
 from stepwell_p2p import Transport
-from stepwell_stage import Executor, schedules, split
+from stepwell_stage import Executor, schedules, split, split_sequential
 from stepwell_stage.exceptions import StageUsageError
 
 
@@ -127,3 +130,52 @@ def test_tensors_in_another_structure_are_named() -> None:
     cut = split(Named(), 2, example={"given": {"one": one, "two": two}}, inputs="first")
     with pytest.raises(StageUsageError, match="stage 0 was given tensors in another structure, unlike any example"):
         cut.module(0)(given={"two": two, "one": one})
+
+
+@pytest.mark.parametrize("how", ["split", "split_sequential"])
+def test_ranks_that_cut_the_model_otherwise_are_refused(threads: Threads, how: str) -> None:
+    """Their wires looked alike, so a layer ran on no rank or on two, and the loss was another without a word."""
+    x, schedule = torch.randn(4, 4), schedules.one_f_one_b(2, 2)
+
+    def on_rank(transport: Transport) -> str:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        costs = {str(layer): 1.0 for layer in range(4)} | {"0": 1.0 + 9 * transport.rank}
+        cut: Any = (
+            split(model, 2, example=x, costs=costs) if how == "split" else split_sequential(model, 2, costs=costs)
+        )
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedule, Tensor.sum)
+        with pytest.raises(PipeliningMetadataError, match="cut the model otherwise") as refusal:
+            executor.step(*((x,) if executor.is_first else ()), return_outputs=False)
+        return str(refusal.value)
+
+    assert len(set(threads(on_rank, 2))) == 1
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, sign: int = 1) -> Tensor:
+        return self.layers[1](self.layers[0](x) * sign)
+
+
+@pytest.mark.parametrize("inputs", ["every", "first"])
+def test_an_input_that_is_left_out_is_what_the_model_takes_it_for(threads: Threads, inputs: Any) -> None:
+    """It was what it had been in the example, and the loss another than the model's without a word."""
+    x, schedule = torch.randn(4, 4), schedules.one_f_one_b(2, 2)
+
+    def on_rank(transport: Transport) -> str:
+        cut = split(Switch(), 2, example={"x": x, "sign": -1}, inputs=inputs)
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedule, Tensor.sum)
+        with pytest.raises(StepwellError) as refusal:
+            executor.step(**({"x": x} if inputs == "every" or executor.is_first else {}), return_outputs=False)
+        return str(refusal.value)
+
+    words = threads(on_rank, 2)
+    assert all(
+        "was given no sign, which is -1 in the example and 1 where the model is called without it" in one
+        for one in words
+    )

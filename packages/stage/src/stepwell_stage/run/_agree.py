@@ -74,6 +74,7 @@ class Word:
     static: bool
     shapes: str
     wires: tuple[tuple[int, int, int, int], ...] | None
+    parts: str
     sizes: tuple[int, ...]
     groups: tuple[int, ...]
     declared: tuple[tuple[ForwardMeta, tuple[AnyMeta | None, ...] | None] | None, ...] = ()
@@ -144,7 +145,7 @@ def pass_on(
     wires = None if wiring.wires is None else tuple(attrs.astuple(wire) for wire in wiring.wires)
     if before is None:
         assert cut is not None  # the first stage's rank cut the batch
-        before = Word(_misfit(stage, cut), True, stage.shapes, wires, cut.sizes, cut.groups)
+        before = Word(_misfit(stage, cut), True, stage.shapes, wires, stage.parts, cut.sizes, cut.groups)
     static = before.static and stage.vote(has_backward=has_backward) is InferenceMode.STATIC
     error = before.error
     if before.shapes != stage.shapes:
@@ -154,6 +155,11 @@ def pass_on(
         )
     if before.wires != wires:
         error = error or f"stage 0 was given other wires than stage {stage.stage_index}: give every stage the same"
+    if before.parts != stage.parts:
+        error = error or (
+            f"the rank of stage 0 cut the model otherwise than that of stage {stage.stage_index}: split it with the same"
+            " arguments on every rank; costs that are measured differ, so give those of one rank to all, as costs="
+        )
     if static and len(set(before.groups)) > 1:
         error = error or (
             f"stages declare the shape of one microbatch, but the batch is cut into microbatches of sizes {before.sizes};"

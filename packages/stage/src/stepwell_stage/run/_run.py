@@ -106,8 +106,11 @@ class Run:
         if self._transport.size == 1 or self._failed is not None:
             return
         if self._announcer.is_origin:
-            self._announcer.give(Word.REFUSED, 0)
-            self._announcer.explain(reason)
+            try:
+                self._announcer.give(Word.REFUSED, 0)
+                self._announcer.explain(reason)
+            except PeerFailure as error:  # another was quicker; this rank has its own reason to tell its caller
+                self._failed = str(error)
         else:
             self.fail(reason)
 

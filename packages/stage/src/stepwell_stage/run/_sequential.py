@@ -119,7 +119,7 @@ class SequentialSplit:
         for index in placement.stages_of(rank):
             part = self.module(index, device=device, init_fn=init_fn)
             stage = PipelineStage(part, index, self.num_stages, device, transport=transport)
-            stage.to_tie = tuple(self.tied)
+            stage.to_tie, stage.parts = tuple(self.tied), repr(self.parts)
             stages.append(stage)
         return stages
 

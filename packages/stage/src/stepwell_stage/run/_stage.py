@@ -80,6 +80,7 @@ class PipelineStage(TorchStage):
     Attributes:
         tied: tensors of this stage that other stages hold too, by name; see :func:`tie`.
         to_tie: names of what is still to be tied, before a step can run.
+        parts: which cut of the model it is of; the same on all stages.
 
     Raises:
         StageUsageError: the index does not fit the number of stages, the submodule is neither module nor program, both group
@@ -132,6 +133,7 @@ class PipelineStage(TorchStage):
         self.names = dict(names or {})
         self.tied: dict[str, TiedGroup] = {}
         self.to_tie: tuple[str, ...] = ()
+        self.parts = ""
         self.program: StageProgram
         if isinstance(submodule, nn.Module):
             if not any(parameter.is_meta for parameter in submodule.parameters()):

@@ -149,12 +149,22 @@ class Kinds:
             looks = {_look(self.examples[way].get(name, self.inputs.defaults.get(name))) for way in ways}
             having = [way for way in ways if name in self.examples[way]]
             if len(looks) == 1 and having:
+                self._check_default(stage, name, self.examples[having[0]][name])
                 full[name] = self.examples[having[0]][name]
             elif len(having) == len(ways):
                 raise StageUsageError(
                     f"stage {stage} was given no {name}, which is another in one example than in the next: pass it"
                 )
         return ways[0], full | {name: value for name, value in named.items() if name not in full}
+
+    def _check_default(self, stage: int, name: str, value: Any) -> None:
+        """What is left out is what the model takes it for, not what it was in the example."""
+        defaults = self.inputs.defaults
+        if name in defaults and _look(value) != _look(defaults[name]):
+            raise StageUsageError(
+                f"stage {stage} was given no {name}, which is {value!r} in the example and {defaults[name]!r} where the model is"
+                " called without it: pass it with every step"
+            )
 
     def _fits(self, way: int, named: Mapping[str, Any]) -> bool:
         example = self.examples[way]

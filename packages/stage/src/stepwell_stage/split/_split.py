@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -168,11 +169,14 @@ class ModelSplit:
                 f" use split(model, {placement.num_stages}, example=…)"
             )
         wires = _or_chain(self.wires(placement), self.num_stages)
+        owners = [sorted(mine.items()) for mine in self._owners]
+        names = [recording.names for recording in self._look.ways.recordings]
+        cut = hashlib.sha256(repr((self.parts, owners, names)).encode()).hexdigest()
         stages = []
         for index in placement.stages_of(rank):
             part = self.module(index, placement=placement, device=device, init_fn=init_fn)
             stage = PipelineStage(part, index, self.num_stages, device, transport=transport, wires=wires, shapes=shapes)
-            stage.to_tie = tuple(self.tied)
+            stage.to_tie, stage.parts = tuple(self.tied), cut
             stages.append(stage)
         return stages
 
