@@ -474,3 +474,16 @@ def test_the_quick_way_to_write_operators_down_gives_the_graph_of_make_fx_and_th
         if isinstance(a, torch.Tensor):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
             assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it, within scan
+def test_operators_of_higher_order_are_captured() -> None:
+    """The quick way refused what make_fx's own way captures, since rules for such operators go by the class of a mode."""
+    scan = pytest.importorskip("torch._higher_order_ops.scan").scan
+
+    def sums(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = model(x)
+        return scan(lambda carry, row: (carry + row, (carry * row).clone()), torch.zeros(4), hidden)[1].square().mean()
+
+    graph = trace(nn.Linear(4, 4), sums, {"x": torch.randn(3, 4)}).graph
+    assert any("scan" in str(node.target) for node in graph.nodes)

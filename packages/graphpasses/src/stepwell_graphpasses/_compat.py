@@ -145,12 +145,16 @@ def _quickly(function: Callable[..., Any], *flat: torch.Tensor) -> Any:
 class _QuickMode(proxy_tensor.ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes plain operators down itself: those of aten, on tensors that are in the graph already and are no constants."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # asked more often than anything else
             return func(*args, **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # their rules go by the very class of a mode
+            return func.python_key_table[proxy_tensor.ProxyTorchDispatchMode](self, *args, **kwargs)
         tracer = self.tracer
         graph, known = tracer.graph, tracer.tensor_tracker
 
