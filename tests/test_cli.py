@@ -13,7 +13,7 @@ import pytest
 import stepwell._cli as cli
 from stepwell._cli import main
 from stepwell_stage import lower
-from stepwell_stage.schedules import custom, interleaved_1f1b, one_f_one_b, to_csv
+from stepwell_stage.schedules import custom, dualpipe_v, interleaved_1f1b, one_f_one_b, to_csv
 
 COSTS = {
     "layers": [
@@ -103,6 +103,23 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = as_text(capsys, "timeline", schedule, "--forward", 2, "--backward", 2)
     assert "mine, simulated: 12 s, bubble 33.3%" in text
     assert "F0" in text
+
+
+def test_overlapped_pairs_are_drawn_as_they_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """They were drawn as one action, which they are only where a handler makes them one."""
+    file = tmp_path / "pairs.csv"
+    to_csv(dualpipe_v(4, 8), file)
+    apart, as_one, gaining = (
+        as_json(capsys, "timeline", file, *options)["timelines"][0]["seconds"]
+        for options in ([], ["--overlap-gain", 0], ["--overlap-gain", 0.5])
+    )
+    assert gaining < apart < as_one
+    shown = as_text(capsys, "timeline", file)
+    assert "&" not in shown
+    assert "&" in as_text(capsys, "timeline", file, "--overlap-gain", 0)
+    assert (
+        "overlap_gain is a share from 0 to 1" in as_json(capsys, "timeline", file, "--overlap-gain", 7, code=1)["error"]
+    )
 
 
 @pytest.mark.parametrize(

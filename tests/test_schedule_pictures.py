@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import pytest
 
 from stepwell_p2p import Placement
@@ -25,6 +26,13 @@ def _timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 def pictures() -> dict[str, str]:
     """The text of each picture, by the name of its file."""
     drawn = {name: to_svg(_timeline(make(RANKS, MICROBATCHES)), width=900) for name, make in BY_NAME.items()}
+    pairs = BY_NAME["dualpipe-v"](RANKS, MICROBATCHES)
+    as_one = _timeline(pairs, attrs.evolve(Costs.uniform(2 * RANKS), overlap_gain=0.0))
+    drawn["dualpipe-v"] = to_svg(
+        Timeline(as_one.events, "dualpipe-v, pairs as one"),
+        Timeline(_timeline(pairs).events, "dualpipe-v, pairs apart"),
+        width=900,
+    )
     drawn["forward-only"] = to_svg(_timeline(forward_only(Placement.v(2 * RANKS, RANKS), MICROBATCHES)), width=900)
     # An I of twice a W: more memory than 1F1B needs lets forwards run further ahead, and closes gaps.
     costs = Costs(

@@ -42,6 +42,7 @@ The file of costs is JSON; times are seconds for one sample, sizes are bytes for
 
 "count" repeats a layer; only "forward" and "backward" are needed. "parameter_bytes" are of the layer, whatever the batch.
 Edges that differ: "edges": [{"source": 0, "destination": 1, "latency": 1e-3, "bandwidth": 1e9}], from rank to rank.
+"overlap_gain": 0.3 says that a handler of yours runs overlapped pairs as one, which saves 30 % of the shorter of the two.
 """
 
 
@@ -88,6 +89,12 @@ def add_timeline(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward", type=float, default=1.0, help="seconds of an F, for simulations")
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of a B; I and W take half each")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds of a message")
+    parser.add_argument(
+        "--overlap-gain",
+        type=float,
+        help="what overlapped pairs save where a handler runs them as one: a share of the shorter of the two, 0 to 1; without,"
+        " their forward and backward run one after the other",
+    )
     parser.add_argument("--picture", type=_picture, help="draw to this .svg, .png or .json (Perfetto) file")
     parser.set_defaults(run=_timeline)
 
@@ -180,6 +187,7 @@ def _timeline(options: argparse.Namespace) -> Report:
             costs = Costs.uniform(
                 plan.placement.num_stages, forward=options.forward, backward=options.backward, latency=options.latency
             )
+            costs = attrs.evolve(costs, overlap_gain=options.overlap_gain)
             timelines.append(simulate(plan, costs).timeline)
     _draw(timelines, options.picture)
     data = {

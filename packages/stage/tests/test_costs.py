@@ -83,21 +83,14 @@ def test_what_costs_may_not_be(change: dict[str, object], sentence: str) -> None
 
 
 @pytest.mark.parametrize("make", [one_f_one_b, zbv, dualpipe_v])
-def test_what_was_measured_predicts_the_step(make: Callable[[int, int], Schedule]) -> None:
+@pytest.mark.parametrize("gain", [None, 0.0, 0.25])
+def test_what_was_measured_predicts_the_step(make: Callable[[int, int], Schedule], gain: float | None) -> None:
     plan = lower(make(3, 8))
     stages = plan.placement.num_stages
-    true = Costs([1 + stage for stage in range(stages)], [4 + stage for stage in range(stages)])
+    true = Costs([1 + s for s in range(stages)], [4 + s for s in range(stages)], overlap_gain=gain)
     timeline = simulate(plan, true).timeline
-    events = [
-        Event(event.rank, leaf, event.start, event.end) for event in timeline.events for leaf in event.action.leaves
-    ]
-    if make is dualpipe_v:  # an executor notes the parts of a pair one by one
-        events = [
-            event
-            for event in events
-            if len([e for e in events if e.start == event.start and e.rank == event.rank]) == 1
-        ]
-    costs = Costs.measured(Timeline(events), stages)
+    costs = Costs.measured(timeline, stages)
+    assert costs.overlap_gain == (gain if make is dualpipe_v else None)
     assert costs.forward == true.forward
     assert [a + b for a, b in zip(costs.input_costs, costs.weight_costs, strict=True)] == pytest.approx(true.backward)
     assert simulate(plan, costs).makespan == pytest.approx(simulate(plan, true).makespan)

@@ -188,6 +188,19 @@ def test_overlapped_pairs_of_unequal_stages_are_not_ruled_out() -> None:
     assert found.best.makespan == pytest.approx(min(every))
 
 
+@pytest.mark.parametrize("gain", [None, 0.0, 0.75])
+def test_overlapped_pairs_are_priced_as_they_run(gain: float | None) -> None:
+    """They were priced as one action, as a handler may run them; without a handler the executor takes less time than that."""
+    network = attrs.evolve(NETWORK, overlap_gain=gain)
+    layers = [Layer(1.0, 2.0, output_bytes=1)] * 8
+    best = plan_search(layers, 4, batch_size=8, num_microbatches=[8], network=network, schedules=["dualpipe-v"]).best
+    plan = lower(best.schedule)
+    as_run = plan.with_pairs_apart() if gain is None else plan
+    costs = Costs.uniform(8, output_bytes=1, latency=0.1, bandwidth=10.0)
+    assert best.makespan == pytest.approx(simulate(as_run, attrs.evolve(costs, overlap_gain=gain or 0.0)).makespan)
+    assert plan != plan.with_pairs_apart()
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stepwell_p2p import Rules
 from stepwell_p2p.exceptions import DeadlockError
-from stepwell_stage import Action, Costs, CustomCost, EdgeCost, Kind, Plan, Schedule, lower, prove, simulate
+from stepwell_stage import Action, Costs, CustomCost, EdgeCost, Kind, Plan, lower, prove, simulate
 from stepwell_stage.exceptions import ScheduleError
 from stepwell_stage.plan._random import random_schedule
 from stepwell_stage.schedules import (
@@ -158,7 +158,9 @@ def test_who_waits_for_parameters_does_not_wait_for_a_message() -> None:
 def test_what_the_forward_of_a_pair_made_leaves_before_the_backward_of_the_pair_begins() -> None:
     """It left with the end of the pair, a whole backward late, where the executor sends it at once: steps beat their ideal."""
     schedule = custom(["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 (1F1;1B0)OVERLAP_F_B 1F2 1B1 1B2", "2F0 2B0 2F1 2B1 2F2 2B2"])
-    simulation = simulate(lower(schedule).with_pairs_apart(), Costs.uniform(3, backward=4.0))
+    costs = Costs.uniform(3, backward=4.0)
+    simulation = simulate(lower(schedule), costs)
+    assert simulation.plan == lower(schedule).with_pairs_apart()
     found = {(str(event.action), event.rank): (event.start, event.end) for event in simulation.timeline.events}
     # Until 7 s rank 2 is in 2B0, whose gradient the pair's backward takes; the forward does not wait for it.
     assert found["1F1", 1] == (2, 3)
@@ -170,7 +172,8 @@ def test_what_the_forward_of_a_pair_made_leaves_before_the_backward_of_the_pair_
         (1, "1F0"),
         (2, "2F0"),
     ]
-    as_one = simulate(lower(schedule), Costs.uniform(3, backward=4.0))
+    as_one = simulate(lower(schedule), attrs.evolve(costs, overlap_gain=0.0))
+    assert as_one.plan == lower(schedule)
     starts = {str(event.action): event.start for event in as_one.timeline.events}
     assert starts["(1F1;1B0)OVERLAP_F_B"] == 7
     assert starts["2F1"] == 12
@@ -208,12 +211,14 @@ def test_what_the_weight_step_needs_stays_longer() -> None:
     assert simulate(lower(zb_h1(4, 8)), part).peak_bytes == (40, 34, 28, 22)
 
 
+@pytest.mark.parametrize("overlap_gain", [None, 0.25])
 @pytest.mark.parametrize("per_action", [0.0, 0.02])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_timeline_and_simulation_agree(name: str, per_action: float) -> None:
+def test_timeline_and_simulation_agree(name: str, per_action: float, overlap_gain: float | None) -> None:
     """Also where the executor takes time: the picture once counted that as compute, and its bubble was smaller."""
     schedule = BY_NAME[name](4, 6)
-    costs = attrs.evolve(Costs.uniform(schedule.placement.num_stages, latency=0.3), per_action=per_action)
+    costs = Costs.uniform(schedule.placement.num_stages, latency=0.3)
+    costs = attrs.evolve(costs, per_action=per_action, overlap_gain=overlap_gain)
     simulation = simulate(lower(schedule), costs)
     timeline = simulation.timeline
     assert timeline.makespan == simulation.makespan
@@ -221,7 +226,11 @@ def test_timeline_and_simulation_agree(name: str, per_action: float) -> None:
     for rank in range(4):
         events = timeline.of_rank(rank)
         assert timeline.bubble_of(rank) == pytest.approx(simulation.bubble_of(rank))
-        assert [event.action for event in events if event.action.kind.is_compute] == list(schedule.actions[rank])
+        run = [action for action in simulation.plan.actions[rank] if action.kind.is_compute]
+        assert [event.action for event in events if event.action.kind.is_compute] == run
+        assert [leaf for action in run for leaf in action.leaves] == [
+            leaf for action in schedule.actions[rank] for leaf in action.leaves
+        ]
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(events))
 
 
@@ -232,10 +241,12 @@ def test_no_faster_and_no_slower_than_what_every_action_needs(seed: int) -> None
     schedule = random_schedule(rng)
     stages = schedule.placement.num_stages
     costs = attrs.evolve(
-        Costs([rng.randint(1, 9) for _ in range(stages)], [rng.randint(2, 9) for _ in range(stages)]), eager=True
+        Costs([rng.randint(1, 9) for _ in range(stages)], [rng.randint(2, 9) for _ in range(stages)]),
+        eager=True,
+        overlap_gain=rng.choice([None, 0.0]),
     )
     simulation = simulate(lower(schedule, prefetch=rng.randrange(3)), costs)
-    assert simulation.makespan == _longest_chain(schedule, costs)
+    assert simulation.makespan == _longest_chain(simulation.plan, costs)
     path = simulation.critical_path
     assert sum(_cost(action, costs) for _, action in path) == simulation.makespan
 
@@ -245,15 +256,15 @@ def _cost(action: Action, costs: Costs) -> float:
     return sum(tables[leaf.kind][leaf.stage] for leaf in action.leaves)
 
 
-def _longest_chain(schedule: Schedule, costs: Costs) -> float:
+def _longest_chain(plan: Plan, costs: Costs) -> float:
     """By going over all actions until nothing changes."""
     end: dict[Action, float] = {}
     changed = True
     while changed:
         changed = False
-        for row in schedule.actions:
+        for row in plan.actions:
             clock = 0.0
-            for action in row:
+            for action in (action for action in row if action.kind.is_compute):
                 for stage, kind, microbatch, *_ in action.leaves:
                     before = {Kind.F: [Action(stage - 1, Kind.F, microbatch)], Kind.W: []}.get(
                         kind, [Action(stage + 1, Kind.B, microbatch), Action(stage + 1, Kind.I, microbatch)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import attrs
 
 from ..exceptions import StageUsageError
 from ._action import Kind
-from ._timeline import Timeline
+from ._timeline import Event, Timeline
 
 
 @attrs.frozen
@@ -61,6 +61,18 @@ def _customs(values: Iterable[CustomCost]) -> tuple[CustomCost, ...]:
     return tuple(values)
 
 
+def _gain(events: Iterable[Event], medians: Callable[[Kind], list[float]]) -> float | None:
+    """What overlapped pairs saved; None if there was none, and 0 if their parts were never seen alone."""
+    pairs = [event for event in events if event.action.parts]
+    alone = {kind: medians(kind) for kind in {leaf.kind for pair in pairs for leaf in pair.action.parts}}
+    gains = []
+    for pair in pairs:
+        each = [alone[leaf.kind][leaf.stage] for leaf in pair.action.parts]
+        if min(each) > 0:
+            gains.append(min(max((sum(each) - pair.seconds) / min(each), 0.0), 1.0))
+    return statistics.median(gains or [0.0]) if pairs else None
+
+
 def _is_cost(number: float) -> bool:
     return 0 <= number < math.inf  # NaN is not
 
@@ -79,7 +91,8 @@ class Costs:
         backward: of a B.
         backward_input: of an I; half of ``backward`` where not given.
         backward_weight: of a W; the rest of ``backward`` where not given.
-        overlap_gain: what an overlapped F and B save, as a share of the shorter of the two, 0 to 1.
+        overlap_gain: what an overlapped F and B save where a handler runs them as one, as a share of the shorter of the two, 0
+            to 1; None where no handler does, and they run one after the other, see :meth:`Plan.with_pairs_apart`.
         activation_bytes: what one microbatch holds from its F to its B (or W).
         kept_bytes: how much of that stays from I to W; all of it where not given.
         output_bytes: size of the message that carries the stage's value, and of that which carries its gradient back.
@@ -98,7 +111,7 @@ class Costs:
     backward: tuple[float, ...] = attrs.field(converter=_numbers)
     backward_input: tuple[float, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_numbers))
     backward_weight: tuple[float, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_numbers))
-    overlap_gain: float = 0.0
+    overlap_gain: float | None = None
     activation_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
     kept_bytes: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_sizes))
     output_bytes: tuple[int, ...] = attrs.field(default=(), converter=_sizes)
@@ -128,7 +141,7 @@ class Costs:
                 raise StageUsageError(f"{field.name} must not be negative, and be finite, got {value}")
         if not self.bandwidth > 0 or not all(edge.bandwidth > 0 and _is_cost(edge.latency) for edge in self.edges):
             raise StageUsageError("a bandwidth must be above 0 bytes a second, and a latency not negative and finite")
-        if self.overlap_gain > 1:
+        if self.overlap_gain is not None and self.overlap_gain > 1:
             raise StageUsageError(f"overlap_gain is a share from 0 to 1, got {self.overlap_gain}")
         if any(kept > held for kept, held in zip(self.bytes_for_weights, self.activation_bytes, strict=True)):
             raise StageUsageError(
@@ -165,7 +178,7 @@ class Costs:
     def measured(cls, timeline: Timeline, num_stages: int) -> Costs:
         """What a traced step took: for each stage the median of its F, of its B or I and W, and of each action of your own.
 
-        Messages take nothing.
+        Messages take nothing. Where pairs ran as one, what they saved is the median too.
 
         Use ``attrs.evolve`` for latency, bandwidth and bytes.
 
@@ -198,6 +211,7 @@ class Costs:
             [first + second if split and not b else b for b, first, second, split in halves],
             [first if split else b / 2 for b, first, second, split in halves],
             [second if split else b / 2 for b, first, second, split in halves],
+            overlap_gain=_gain(timeline.events, medians),
             custom=[CustomCost(name, statistics.median(seconds), stage) for (name, stage), seconds in own.items()],
         )
 

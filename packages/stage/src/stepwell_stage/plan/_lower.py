@@ -70,10 +70,10 @@ class Plan:
 
         Instead of each pair stand its forward, the send of what that made, and its backward.
 
-        Example::
-
-            simulate(lower(dualpipe_v(4, 8)).with_pairs_apart(), costs).makespan
+        :func:`simulate` and all that uses it do this by themselves, unless costs say what pairs save.
         """
+        if not any(action[4] for row in self.actions for action in row):
+            return self
         return attrs.evolve(self, actions=map(_apart, self.actions))
 
     def peers(self, action: Action) -> tuple[int, ...]:

@@ -119,7 +119,8 @@ def plan_search(
         num_ranks: number of ranks.
         batch_size: samples of one step.
         memory_limit: bytes of activations and parameters that a rank may hold; none by default.
-        network: latency, bandwidth, edges, overlap and per_action are taken from here; messages are free by default.
+        network: latency, bandwidth, edges, overlap, overlap_gain and per_action are taken from here; by default messages are free
+            and overlapped pairs run one after the other.
         num_microbatches: which M to try, each a divisor of ``batch_size``; by default all divisors up to 8 times ``num_ranks``.
         stages_per_rank: how many stages a rank may have, for schedules that leave the choice.
         schedules: names out of ``SEARCHED``; all by default.
@@ -347,7 +348,7 @@ class _Sizes:
             lean[rank] += self.count * min(costs.backward[stage], split)
         for stage, rank in enumerate(placement.ranks):
             if stage == placement.ranks.index(rank):
-                gain = costs.overlap_gain * min(forwards[rank], backwards[rank])  # a pair may be of any two stages
+                gain = (costs.overlap_gain or 0.0) * min(forwards[rank], backwards[rank])  # pairs may be of any stages
                 least = max(least, reached + max(forwards[rank] + lean[rank] - gain, 0.0))
             reached += costs.forward[stage]
         return least

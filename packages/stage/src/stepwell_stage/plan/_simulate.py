@@ -3,8 +3,8 @@
 Each rank is a clock. A compute action starts when its rank is free and what it takes has arrived; a message starts when both ends
 have posted it and the one before it on the same edge has left. One pass over the actions, whatever their number.
 
-An overlapped pair is one action, as it is where a handler runs it: what its forward made leaves when the pair is over. What the
-executor makes of pairs without a handler is another plan, see :meth:`Plan.with_pairs_apart`.
+Overlapped pairs are taken as the executor takes them. Where costs say what they save, a handler runs each as one action: what its
+forward made leaves when the pair is over. Else they run apart, see :meth:`Plan.with_pairs_apart`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Simulation:
     """What came out; each tuple holds one number per rank.
 
     Attributes:
-        plan: what was simulated.
+        plan: what was simulated: with pairs apart, unless costs say what they save as one.
         makespan: seconds from the start of the step to the end of its last action.
         busy: seconds of compute.
         peak_activations: microbatches of a stage held between their F and their B or W, at most.
@@ -122,8 +122,8 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         simulate(lower(one_f_one_b(4, 8)), Costs.uniform(4)).bubble   # 3/11
 
     Args:
-        plan: a lowered schedule; :meth:`Plan.with_pairs_apart` where no handler runs its overlapped pairs.
-        costs: what each action and each message takes.
+        plan: a lowered schedule.
+        costs: what each action and each message takes; with an ``overlap_gain`` where a handler runs overlapped pairs.
 
     Raises:
         ScheduleError: costs are for another number of stages; or as :func:`prove`.
@@ -133,7 +133,7 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         raise ScheduleError(
             f"the plan has {plan.placement.num_stages} stages but costs are given for {costs.num_stages}"
         )
-    return _Clocks(plan, costs).run()
+    return _Clocks(plan.with_pairs_apart() if costs.overlap_gain is None else plan, costs).run()
 
 
 class _Clocks:
@@ -324,7 +324,7 @@ class _Clocks:
 
     def _pair_seconds(self, action: Action) -> float:
         first, second = (self.tables[part.kind][part.stage] for part in action.parts)
-        return first + second - self.costs.overlap_gain * min(first, second)
+        return first + second - (self.costs.overlap_gain or 0.0) * min(first, second)
 
     def _meet(self, message: int) -> None:
         """Both ends are there: the message travels once the one before it on its edge has left."""
