@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,37 @@ def test_numbers_are_not_cut_in_a_narrow_terminal(
         shown = as_text(capsys, "plan", costs, *size)
         assert "…" not in shown
         assert all(number in shown for number in numbers)
+
+
+def test_actions_have_their_colours_in_a_terminal_and_nowhere_else(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.csv"
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    to_csv(custom(["0F0 0{save-it}0 0F1 0I0 0I1 0W0 0W1"]), file)
+    plain = as_text(capsys, "timeline", file)
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    shown = as_text(capsys, "timeline", file)
+    found = re.findall(r"\x1b\[3[07];48;2;(\d+;\d+;\d+)m([^\x1b]+)\x1b", shown)
+    assert [text.rstrip("-") for _, text in found] == [
+        "F0",
+        "F1",
+        "I0",
+        "I1",
+        "W0",
+        "W1",
+    ]  # what takes no time is no box
+    assert len({colour for colour, _ in found}) == 3
+    assert re.sub(r"\x1b\[[\d;]*m", "", shown) == plain
+    to_csv(dualpipe_v(2, 6), file)
+    shown = as_text(capsys, "timeline", file, "--overlap-gain", "0.1")
+    assert "m&--" in shown
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "48;" not in as_text(capsys, "timeline", file)
 
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:

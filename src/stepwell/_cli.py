@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from stepwell._cli_doctor import doctor
 from stepwell._cli_plan import add_plan, add_prove, add_timeline
 from stepwell._cli_report import Report, Table
 from stepwell_meta.exceptions import StepwellError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +96,38 @@ def _print(report: Report) -> None:
         table.width = least if least > console.width else None
         console.print(table, no_wrap=True, crop=False)
     for text in report.texts(console.width):
-        console.print(Text(text), no_wrap=True, crop=True)
+        console.print(_coloured(text), no_wrap=True, crop=True)
+
+
+_COLOURS = {  # of an action, by its letter; those of pictures
+    "F": "white on #3f6fa8",
+    "B": "white on #3d8f5f",
+    "I": "white on #2f8f8c",
+    "W": "black on #d9822b",
+    "&": "white on #3d8f5f",
+    "*": "white on #6b6b6b",
+    "{": "white on #6b6b6b",
+}
+_ACTION = re.compile(r"\d*([FBIW&*{])(?:\d+&\d*[BI]\d+|[\w-]+\}\d*|\d*)-*")
+
+
+def _coloured(text: str) -> Text:
+    """A timeline with its actions in colours, where the terminal has them."""
+    from rich.text import Text
+
+    coloured = Text()
+    for line in text.splitlines(keepends=True):
+        name, bar, lane = line.partition("|")
+        coloured.append(name + bar)
+        if not bar:
+            continue
+        at = 0
+        for found in _ACTION.finditer(lane):
+            coloured.append(lane[at : found.start()], "dim")
+            coloured.append(found.group(), _COLOURS[found.group(1)])
+            at = found.end()
+        coloured.append(lane[at:], "dim")
+    return coloured
 
 
 def _least_width(shown: Table) -> int:

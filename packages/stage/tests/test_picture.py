@@ -7,7 +7,7 @@ import pytest
 
 from stepwell_stage import Action, Costs, Event, Kind, Timeline, lower, simulate
 from stepwell_stage.plan._picture import COLOURS, LANE, picture
-from stepwell_stage.schedules import dualpipe_v, zbv
+from stepwell_stage.schedules import dualpipe_v, one_f_one_b, zbv
 
 
 def test_shades_tell_the_stages_of_a_rank_apart() -> None:
@@ -46,6 +46,16 @@ def test_narrow_boxes_have_no_rim() -> None:
     boxes = picture([Timeline([*events, Event(0, Action(0, Kind.B, 0), 0.5, 1.0)])], 1000).boxes
     assert {box.rim for box in boxes if box.title and box.width < 4} == {0.0}
     assert [box.rim for box in boxes if box.title][-1] == 0.6
+
+
+def test_a_picture_is_as_wide_as_its_numbers_need() -> None:
+    """With 64 microbatches on 16 ranks it was 1,000 pixels wide, and no number was to be seen."""
+    for count, stages, least, most in ((8, 4, 1000, 1000), (64, 16, 3000, 6000), (1000, 4, 8000, 8000)):
+        drawn = picture([simulate(lower(one_f_one_b(stages, count)), Costs.uniform(stages)).timeline], None)
+        assert least <= drawn.width <= most
+        boxes = [box for box in drawn.boxes if box.title and not box.hatched]
+        assert all(box.text for box in boxes) is (count < 1000)
+    assert picture([Timeline([Event(0, Action(0, Kind.F, 0), 1.0, 1.0)])], None).width == 1000
 
 
 def test_numbers_appear_where_they_fit() -> None:

@@ -80,6 +80,12 @@ def test_several_stages_have_their_numbers_where_there_is_room() -> None:
     assert "0F3&3B1" in pairs
 
 
+def test_a_number_that_just_fits_is_shown() -> None:
+    """Of every other microbatch the number was missing: where two columns were left for it, one of them went to a dash."""
+    text = simulate(lower(one_f_one_b(4, 8)), Costs.uniform(4, latency=0.2)).timeline.to_text(100)
+    assert text.splitlines()[1].startswith("rank 0 |F0-F1F2-F3~~~")
+
+
 def test_a_table_of_one_rank() -> None:
     assert simulate(lower(custom(["0F0 0B0"])), Costs.uniform(1)).timeline.to_text(27) == (
         "custom, simulated: 3 s, bubble 0.0%\nrank 0 |F0----B0----------|"

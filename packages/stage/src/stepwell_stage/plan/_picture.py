@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -14,6 +15,7 @@ from ._timeline import Event, Timeline, label, seconds
 LANE, GAP, LEFT, RIGHT = 26.0, 4.0, 64.0, 16.0  # pixels: height of a rank, space between two, margins
 HEAD, AXIS = 30.0, 34.0  # title above the lanes, time below
 LETTER = 7.0  # width of a letter of a label
+LEAST, USUAL, MOST = 300.0, 1000.0, 8000.0  # pixels: width of a picture
 LANE_COLOUR, WAIT_COLOUR, INK, FAINT = "#f3f3f1", "#d9d5cc", "#222222", "#777777"
 # For each kind the colours of a rank's first, second, … stage; from dark to light. Distinct for colour-blind eyes too.
 COLOURS: dict[Kind, tuple[str, ...]] = {
@@ -83,13 +85,16 @@ class Picture:
     texts: tuple[Text, ...]
 
 
-def picture(timelines: Sequence[Timeline], width: float) -> Picture:
-    """Timelines below one another, on one scale, with a legend."""
+def picture(timelines: Sequence[Timeline], width: float | None) -> Picture:
+    """Timelines below one another, on one scale, with a legend; without a width as wide as most microbatch numbers need."""
     if not any(timeline.events for timeline in timelines):
         raise StageUsageError("there is nothing to draw: no timeline has an event")
-    if width < 300:
-        raise StageUsageError(f"a picture needs a width of at least 300 pixels, got {width}")
-    scale = (width - LEFT - RIGHT) / max(max(timeline.makespan for timeline in timelines), 1e-12)
+    makespan = max(max(timeline.makespan for timeline in timelines), 1e-12)
+    if width is None:
+        width = _enough(timelines, makespan)
+    elif not width >= LEAST:
+        raise StageUsageError(f"a picture needs a width of at least {LEAST:g} pixels, got {width}")
+    scale = (width - LEFT - RIGHT) / makespan
     boxes: list[Box] = []
     texts: list[Text] = []
     kinds = {leaf.kind for timeline in timelines for event in timeline.events for leaf in event.action.leaves}
@@ -105,6 +110,19 @@ def picture(timelines: Sequence[Timeline], width: float) -> Picture:
         texts += _axis(timeline.makespan, top, scale)
         top += AXIS
     return Picture(width, top, tuple(boxes), tuple(texts))
+
+
+def _enough(timelines: Sequence[Timeline], makespan: float) -> float:
+    """A width in which half of the compute actions or more have room for their microbatch's number."""
+    events = [event for timeline in timelines for event in timeline.events if event.action.kind.is_compute]
+    usual = statistics.median_low([event.seconds for event in events if event.seconds > 0] or [makespan])
+    digits = max((len(str(event.action.microbatch)) for event in events), default=1)
+    needed = _room(digits) * makespan / usual
+    return min(max(math.ceil(LEFT + RIGHT + needed), USUAL), MOST)
+
+
+def _room(letters: int) -> float:
+    return letters * LETTER + 4
 
 
 def _heading(timeline: Timeline, room: float) -> str:
@@ -148,7 +166,7 @@ def _box(leaf: Action, stages: list[int], x: float, y: float, width: float, heig
     shades = COLOURS[leaf.kind]
     shade = min(stages.index(leaf.stage), len(shades) - 1)
     number = "" if leaf.microbatch is None else str(leaf.microbatch)
-    text = next((t for t in (label(leaf, with_stage=False), number) if len(t) * LETTER + 4 <= width), "")
+    text = next((t for t in (label(leaf, with_stage=False), number) if _room(len(t)) <= width + 1e-6), "")
     ink = "#ffffff" if shade == 0 and leaf.kind is not Kind.W else INK
     return Box(x, y, width, height, shades[shade], text=text, ink=ink, title=title)
 

@@ -9,13 +9,14 @@ from ._picture import picture
 from ._timeline import Timeline
 
 
-def to_png(*timelines: Timeline, path: str | os.PathLike[str], width: float = 1000, scale: float = 2.0) -> None:
+def to_png(*timelines: Timeline, path: str | os.PathLike[str], width: float | None = None, scale: float = 2.0) -> None:
     """Timelines as one PNG picture, which looks as that of :func:`to_svg`.
 
     Args:
         timelines: what to draw.
         path: the file to write.
-        width: of the picture, in pixels before scaling, at least 300.
+        width: of the picture, in pixels before scaling, at least 300; by default as wide as most microbatch numbers need, 1,000
+            to 8,000.
         scale: pixels of the file per pixel of the picture.
 
     Raises:

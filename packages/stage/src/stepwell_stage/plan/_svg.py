@@ -10,7 +10,7 @@ from ._picture import FAINT, WAIT_COLOUR, picture
 from ._timeline import Timeline
 
 
-def to_svg(*timelines: Timeline, path: str | os.PathLike[str] | None = None, width: float = 1000) -> str:
+def to_svg(*timelines: Timeline, path: str | os.PathLike[str] | None = None, width: float | None = None) -> str:
     """Timelines as one SVG picture, below one another on one scale.
 
     Colours tell actions apart, shades the stages of a rank; numbers are microbatches; hatched is waiting, plain background idle.
@@ -23,7 +23,7 @@ def to_svg(*timelines: Timeline, path: str | os.PathLike[str] | None = None, wid
     Args:
         timelines: what to draw.
         path: the file to write, if one is wanted.
-        width: of the picture, in pixels, at least 300.
+        width: of the picture, in pixels, at least 300; by default as wide as most microbatch numbers need, 1,000 to 8,000.
 
     Returns:
         The text of the picture.

@@ -124,10 +124,10 @@ def seconds(value: float) -> str:
 
 
 def _cells(action: Action, width: int, *, with_stage: bool) -> str:
-    """The longest label that leaves a dash behind it, else the letter alone."""
+    """The longest label that there is room for, else the letter alone. A dash keeps it from a stage's number behind it."""
     if not action.kind.is_compute:
         return "~" * width
     labels = [label(action, with_stage=with_stage), label(action, with_stage=False)]
     letter = "&" if action.parts else "*" if action.name else action.kind.value
-    text = next((text.replace(" ", "&") for text in labels if len(text) < width), letter)
+    text = next((text.replace(" ", "&") for text in labels if len(text) + with_stage <= width), letter)
     return (text + "-" * width)[:width]
