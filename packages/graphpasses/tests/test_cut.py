@@ -594,3 +594,13 @@ def test_what_is_built_into_a_cut_step_may_not_become_another_type(value: Any) -
     assert first.tensors((x,), {"scale": 2}) == [x]
     with pytest.raises(GuardError, match="scale: the graph was made for the value 2, got"):
         first.tensors((x,), {"scale": value})
+
+
+def test_a_train_function_may_have_ones_of_its_own_like_the_loss() -> None:
+    """They were taken for the gradient that backward starts from, and the graph for another than trace's."""
+
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = support.mse_loss(model, x, y)
+        return loss * torch.ones_like(loss)
+
+    is_the_step(lambda: Blocks(skips), step, batches(4, 6), OWNERS)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stepwell_graphpasses import GraphProgram, PassConfig
 from stepwell_graphpasses._collectives import starts
-from stepwell_graphpasses.exceptions import CaptureError, ConfigError, GradientError
+from stepwell_graphpasses.exceptions import CaptureError, ConfigError, GradientError, ModelStateError, PeerMismatchError
 from stepwell_graphpasses.testing import fake_world
 from stepwell_meta.testing import WorkerPool
 
@@ -264,9 +264,10 @@ def test_a_gradient_that_lies_otherwise_is_laid_out_as_the_graph_expects() -> No
         assert torch.equal(found, torch.autograd.grad(Flat()(x), x, seed)[0])
 
 
-def uneven_replicas() -> list[torch.Tensor | None]:
+def uneven_replicas(backend: str) -> list[torch.Tensor | None]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    program = GraphProgram(support.seeded(lambda: support.MLP(6, 6)), mesh=mesh)
+    config = PassConfig(pass_backend=backend)
+    program = GraphProgram(support.seeded(lambda: support.MLP(6, 6)), config, mesh=mesh)
     for number in range(2):
         rows = 3 if dist.get_rank() == number == 1 else 4
         output = take(program, number, inputs(number)[0][:rows].detach().requires_grad_())
@@ -275,9 +276,13 @@ def uneven_replicas() -> list[torch.Tensor | None]:
     return [support.full(parameter.grad) for parameter in program.module.parameters()]
 
 
-def test_replicas_may_have_microbatches_of_different_sizes(workers: WorkerPool) -> None:
-    """A new size was captured, and gathered, by all replicas together: one that met it alone waited for the others."""
-    first, second = workers.run(uneven_replicas, 2, deadline=30)
+@pytest.mark.parametrize("backend", ["stepwell", "torch"])
+def test_replicas_may_have_microbatches_of_different_sizes(workers: WorkerPool, backend: str) -> None:
+    """A new size was captured, and gathered, by all replicas together: one that met it alone waited for the others.
+
+    With torch's passes it also asked them for their costs.
+    """
+    first, second = workers.run(uneven_replicas, 2, backend, deadline=30)
     model = support.seeded(lambda: support.MLP(6, 6))
     for rank in range(2):
         for number in range(2):
@@ -285,3 +290,27 @@ def test_replicas_may_have_microbatches_of_different_sizes(workers: WorkerPool) 
     for found, other, parameter in zip(first, second, model.parameters(), strict=True):
         assert torch.equal(found, other)
         assert torch.allclose(found, parameter.grad, rtol=1e-5)
+
+
+def trained_on_one_rank() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    module = support.seeded(lambda: support.MLP(6, 6))
+    if dist.get_rank() == 1:
+        module(inputs(0)[0]).sum().backward()
+    with pytest.raises((ModelStateError, PeerMismatchError)) as error:
+        take(GraphProgram(module, mesh=mesh), 0, *inputs(0)[:1])
+    return str(error.value)
+
+
+def test_one_replica_whose_module_was_trained_on_is_an_error_on_all(workers: WorkerPool) -> None:
+    """The others waited for it."""
+    for message in workers.run(trained_on_one_rank, 2, deadline=30):
+        assert "gradients from before compilation" in message
+
+
+def test_a_stage_with_other_modules_than_when_it_was_captured_is_refused() -> None:
+    program = GraphProgram(support.MLP(6, 6, 6))
+    take(program, 0, *inputs(0)[:1])
+    program.module.layers[1] = nn.Linear(6, 6)
+    with pytest.raises(ModelStateError, match=r"layers .* has other modules"):
+        take(program, 1, *inputs(0)[:1])

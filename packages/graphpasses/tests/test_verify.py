@@ -22,7 +22,7 @@ from stepwell_graphpasses import (
 from stepwell_graphpasses._collectives import starts
 from stepwell_graphpasses._graph import emit
 from stepwell_graphpasses._signature import compare, first_difference, signature
-from stepwell_graphpasses.exceptions import LintError, NumericsError, PeerMismatchError
+from stepwell_graphpasses.exceptions import GuardError, LintError, NumericsError, PeerMismatchError
 from stepwell_graphpasses.passes import DataParallelPass, default_passes
 from stepwell_graphpasses.testing import fake_world
 from stepwell_meta.testing import WorkerPool
@@ -202,3 +202,34 @@ def test_graphs_of_accumulation_are_checked_too(grad_sync: Any, variant: Any) ->
         del starts(c.graph(variant).graph)[0].meta["val"]
         with pytest.raises(LintError, match="has no val"):
             verify(c)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_a_step_in_another_dtype_is_verified(dtype: torch.dtype) -> None:
+    """The reference lost what float32 does not hold, an imaginary part too; and a model in bfloat16 was held to float32."""
+
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (model(x) - y).abs().square().mean()
+
+    inputs = {name: value.to(dtype) for name, value in support.pair((4, 3), rank=0).items()}
+    c = GraphCompiler(support.seeded(lambda: support.MLP(4, 7, 3)).to(dtype), step).compile(**inputs)
+    found = verify(c, inputs)
+    assert found.loss_error == max(found.gradient_errors.values()) == 0.0
+    changed = GraphCompiler(support.MLP(4, 3).to(dtype), step, passes=[DataParallelPass(), Doubles()]).compile(**inputs)
+    with pytest.raises(NumericsError, match=r"layers\.0\.bias by 1\.0e"):
+        verify(changed, inputs)
+
+
+def inputs_that_do_not_fit() -> str:
+    inputs = support.pair((4, 3))
+    c = GraphCompiler(support.seeded(lambda: support.MLP(4, 3)), support.mse_loss).compile(**inputs)
+    with pytest.raises((GuardError, PeerMismatchError)) as error:
+        verify(c, support.pair((4, 3), batch=4 + torch.distributed.get_rank()))
+    return str(error.value)
+
+
+def test_inputs_that_do_not_fit_on_one_rank_are_an_error_on_all(workers: WorkerPool) -> None:
+    """The other rank ran its step, alone."""
+    for message in workers.run(inputs_that_do_not_fit, 2, deadline=30):
+        assert "x: expected shape (4, 4), got (5, 4)" in message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._compiler import GraphCompiler, SpecializationStats
+from ._compiler import GraphCompiler
 from ._config import PassConfig
 from ._cut import GraphStages, split_stages
 from ._graph import JointGraph
@@ -10,6 +10,7 @@ from ._pass import GraphPass, PassContext, PassContract
 from ._pipeline import PassPipeline, PassReport
 from ._plan import ParallelPlan, ResolvedPlan, shard
 from ._program import GraphProgram
+from ._sizes import SpecializationStats
 from ._stage_graph import CutStage
 from ._stages import automatic_owners, planned_owners
 from ._table import Layout, Parameter, ParameterTable

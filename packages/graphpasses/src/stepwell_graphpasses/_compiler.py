@@ -12,39 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepwell_mesh import DataParallelTopology, default_device_type, topology_for_world, topology_from_mesh
-
-from . import _compat as compat
+from ._arguments import (
+    check_call,
+    check_config,
+    check_device,
+    check_dims,
+    check_kinds,
+    check_model,
+    resolve_device,
+    resolve_topology,
+)
 from ._config import PassConfig
 from ._executable import Executable, StepOutput
 from ._explain import describe, explain
 from ._graph import JointGraph
+from ._inputs import refuse_gradients
 from ._live import LiveModel
 from ._pass import GraphPass, PassContext
 from ._pipeline import PassPipeline, PassReport
 from ._plan import ParallelPlan
 from ._signature import agree, first_difference, signature
+from ._sizes import ListedSizes, SpecializationStats
 from ._table import Layout, ParameterTable, parameter_table, plan_layouts
 from ._trace import TrainFn, trace
 from ._variants import FULL, FULL_AFTER_NONE, FULL_AFTER_SCATTER, NONE, SCATTER, Variant
-from .exceptions import CaptureError, ConfigError, GuardError, ModelStateError
+from .exceptions import GuardError, ModelStateError
 from .passes import default_passes
-
-
-@attrs.frozen
-class SpecializationStats:
-    """How often graphs for single sizes were used.
-
-    Attributes:
-        compiled: graphs made for one size.
-        hits: steps that ran one of them.
-        fallbacks: steps of a listed size that ran the general graph, because ``max_specializations`` was reached or because the
-            graph for the size would not have communicated as the general one does.
-    """
-
-    compiled: int = 0
-    hits: int = 0
-    fallbacks: int = 0
 
 
 @attrs.define(eq=False)
@@ -54,6 +47,7 @@ class Capture:
     joint: JointGraph
     key: tuple[Any, ...]
     executables: dict[Variant, Executable] = attrs.field(factory=dict)
+    special: dict[Any, Capture] = attrs.field(factory=dict)  # by shapes of inputs
 
 
 class GraphCompiler:
@@ -107,40 +101,29 @@ class GraphCompiler:
         init_fn: Callable[[nn.Module], Any] | None = None,
         passes: Sequence[GraphPass] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model must be a torch.nn.Module; got {type(model).__name__}", field="model", value=model
-            )
-        if not callable(train_fn):
-            raise ConfigError(
-                f"train_fn must be callable as train_fn(model, **inputs); got {train_fn!r}",
-                field="train_fn",
-                value=train_fn,
-            )
-        if compile_sizes and compile_size_input is None:
-            raise ConfigError(
-                "compile_sizes needs compile_size_input, the name of the input whose size counts",
-                field="compile_size_input",
-                value=None,
-            )
+        check_model(model)
+        check_config(config, plan)
+        check_kinds(
+            train_fn=(train_fn, Callable, "callable as train_fn(model, **inputs)"),
+            dynamic=(dynamic, bool, "True or False"),
+            init_fn=(init_fn, Callable | None, "callable as init_fn(model), or None"),
+            passes=(passes, Sequence | None, "a list of passes, or None"),
+        )
         self.model = model
         self.train_fn = train_fn
         self.plan = plan if plan is not None else ParallelPlan().shard("**")
         self.topology, self.config = resolve_topology(config or PassConfig(), mesh)
-        self.device = _device(model, device, self.topology)
+        self.device = resolve_device(model, device, self.topology)
         self.reports: tuple[PassReport, ...] = ()
         self.specialization_stats = SpecializationStats()
         self._dynamic = dynamic
-        self._dynamic_dims = dict(dynamic_arg_dims or {})
-        self._sizes = frozenset(compile_sizes or ())
-        self._size_input = compile_size_input
-        self._size_dim = compile_size_dim
-        self._max_specializations = max_specializations
+        self._dynamic_dims = check_dims(dynamic_arg_dims)
+        self._sizes = ListedSizes(compile_sizes, compile_size_input, compile_size_dim, max_specializations)
         self._init_fn = init_fn
         self._pipeline = PassPipeline(default_passes(self.config) if passes is None else passes)
         self._live: LiveModel | None = None
         self._captures: list[Capture] = []
-        self._special: dict[Any, Capture | None] = {}
+        self._met: set[tuple[Any, ...]] = set()  # variants, and in which mode, that all ranks have made together
         self._carried: dict[str, torch.Tensor] = {}
         self._carried_parts: dict[str, torch.Tensor] = {}
         self._sync = True
@@ -159,7 +142,7 @@ class GraphCompiler:
         """Capture the step from example inputs, run the passes, and make the model's parameters shards.
 
         Collective: all data-parallel ranks succeed, or all raise and nothing has changed. Called again it adds a graph for
-        other inputs.
+        other inputs, or puts one in the place of that for such inputs: numbers of the model (a dropout's p) are built in.
 
         Raises:
             GraphUsageError: the step cannot be captured, or plan and model do not fit.
@@ -167,22 +150,11 @@ class GraphCompiler:
             PeerMismatchError: another rank failed, or would communicate otherwise.
         """
         reports: list[PassReport] = []
-        error: Exception | None = None
-        live = self._live
-        entries: tuple[Any, ...] = ()
-        try:
-            if live is None:
-                live = self._lay_out()
-            capture = self._capture(live, inputs, backward=True)
-            capture.executables[FULL] = self._build(live, capture, FULL, reports)
-            entries = signature(capture.executables[FULL].joint)
-        except Exception as problem:
-            error = problem
-        agree(self.topology, error, entries)
+        live, capture = self._captured(inputs, backward=True, reports=reports)
         if live is not self._live:
-            assert live is not None
-            live.commit(self._init_fn)
-            self._live = live
+            self._take(live)
+        key = capture.key
+        self._captures = [old for old in self._captures if old.key != key or not old.joint.guards.accepts(inputs)]
         self._captures.append(capture)
         self.reports = tuple(reports)
         return self
@@ -202,6 +174,7 @@ class GraphCompiler:
             GuardError: the inputs are not those that a graph was made for; nothing has run.
             GradientError: the graph's gradients are not those of the model.
         """
+        check_call(sync)
         sync = sync and self._sync
         executable = self._executable(inputs, self._variant(sync=sync), backward=True)
         carried = self._carried if executable.variant.carries == "whole" else self._carried_parts
@@ -257,8 +230,16 @@ class GraphCompiler:
         return (factor / total).float()
 
     def to(self, device: torch.device | str) -> GraphCompiler:
-        """Move the model, shards and buffers; graphs are made anew on the next call."""
-        self.device = torch.device(device)
+        """Move the model, shards and buffers, and gradients; graphs are made anew on the next call.
+
+        Raises:
+            ConfigError: torch has no such device here.
+            ModelStateError: the shards belong to a mesh of other devices.
+        """
+        target = check_device(device)
+        if self._live is not None:
+            self._live.check_move(target)
+        self.device = target
         if self._live is not None:
             self._live.move(self.device)
         else:
@@ -266,7 +247,7 @@ class GraphCompiler:
         self._carried = {name: value.to(self.device) for name, value in self._carried.items()}
         self._carried_parts = {name: value.to(self.device) for name, value in self._carried_parts.items()}
         self._captures.clear()
-        self._special.clear()
+        self._met.clear()
         return self
 
     @property
@@ -285,12 +266,27 @@ class GraphCompiler:
         return self._run(self._executable(inputs, variant, backward=True), inputs, {})
 
     def graph(self, variant: Variant = FULL) -> JointGraph:
-        """The finished graph of the latest capture with gradients.
+        """The finished graph of the latest capture with gradients; made here alone where no step has run that variant yet.
 
         Raises:
             ModelStateError: nothing is compiled yet.
         """
-        return self._get(self.live, self._latest(), variant).joint
+        known = self._latest().executables.get(variant)
+        return (known or self._build(self._latest(), self._context(self.live, variant, alone=True))).joint
+
+    def prepare(self, *variants: Variant) -> None:
+        """Make graphs of the latest capture with gradients before a step needs them. Collective.
+
+        Raises:
+            PassError: a pass failed.
+            PeerMismatchError: another rank failed, or would communicate otherwise.
+        """
+        for variant in variants:
+            self._get(self.live, self._latest(), variant)
+
+    def accepts(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether there is a graph with gradients for such inputs."""
+        return any(capture.joint.guards.accepts(inputs) for capture in self._captures if capture.key[0])
 
     def source_graph(self) -> JointGraph:
         """The latest capture with gradients as it was before any pass."""
@@ -328,12 +324,17 @@ class GraphCompiler:
     def _lay_out(self) -> LiveModel:
         table = parameter_table(self.model, param_dtype=self.config.param_dtype)
         degree = 1 if self.topology is None else self.topology.degrees.shard
+        if not len(table):
+            raise ModelStateError("the model has no parameters, so there is nothing to train")
         modules = [name for name, _ in self.model.named_modules()]
         layouts = plan_layouts(table, self.plan, self.config, degree=degree, modules=modules)
-        return LiveModel(self.model, table, layouts, self.topology, self.device)
+        live = LiveModel(self.model, table, layouts, self.topology, self.device)
+        live.check_fresh()
+        return live
 
     def _key(self, live: LiveModel, *, backward: bool) -> tuple[Any, ...]:
         """What a graph depends on besides its inputs."""
+        live.check_unchanged()
         device = self.device.type
         autocast = torch.is_autocast_enabled(device)
         return (
@@ -359,17 +360,31 @@ class GraphCompiler:
         )
         return Capture(joint, self._key(live, backward=backward))
 
-    def _context(self, live: LiveModel, variant: Variant) -> PassContext:
-        return PassContext(self.config, self.topology, dict(live.layouts), variant)
+    def _context(self, live: LiveModel, variant: Variant, *, alone: bool = False) -> PassContext:
+        return PassContext(self.config, self.topology, dict(live.layouts), variant, alone)
 
-    def _build(
-        self, live: LiveModel, capture: Capture, variant: Variant, reports: list[PassReport] | None = None
-    ) -> Executable:
-        return Executable(self._pipeline.run(capture.joint, self._context(live, variant), reports=reports), variant)
+    def _build(self, capture: Capture, context: PassContext, reports: list[PassReport] | None = None) -> Executable:
+        return Executable(self._pipeline.run(capture.joint, context, reports=reports), context.variant)
 
     def _get(self, live: LiveModel, capture: Capture, variant: Variant) -> Executable:
+        """A graph of a capture: the first of a variant is made by all ranks together, those for other sizes by each alone."""
         if variant not in capture.executables:
-            capture.executables[variant] = self._build(live, capture, variant)
+            first = variant != FULL and (variant, capture.key) not in self._met
+            made: Executable | None = None
+            error: Exception | None = None
+            entries: tuple[Any, ...] = ()
+            try:
+                made = self._build(capture, self._context(live, variant, alone=not first))
+                entries = signature(made.joint) if first else ()
+            except Exception as problem:
+                error = problem
+            if first:
+                agree(self.topology, error, entries)
+                self._met.add((variant, capture.key))
+            elif error is not None:
+                raise error
+            assert made is not None
+            capture.executables[variant] = made
         return capture.executables[variant]
 
     def _variant(self, *, sync: bool) -> Variant:
@@ -387,7 +402,8 @@ class GraphCompiler:
         candidates = [capture for capture in self._captures if capture.key == key]
         for capture in candidates:
             if capture.joint.guards.accepts(inputs):
-                return self._get(live, self._specialized(live, capture, inputs, variant) or capture, variant)
+                general = self._get(live, capture, variant)
+                return self._specialized(live, capture, inputs, variant) or general
         if candidates:
             try:
                 candidates[-1].joint.guards.flatten(inputs)
@@ -397,103 +413,80 @@ class GraphCompiler:
                     problems=error.problems,
                 ) from None
         # Another mode, or parameters were frozen or unfrozen: the same on every rank, or their graphs would differ.
-        self._add_capture(live, inputs, backward=backward)
+        self._captures.append(self._captured(inputs, backward=backward)[1])
         return self._executable(inputs, variant, backward=backward)
 
-    def _add_capture(self, live: LiveModel, inputs: Mapping[str, Any], *, backward: bool) -> None:
+    def _captured(
+        self, inputs: Mapping[str, Any], *, backward: bool, reports: list[PassReport] | None = None
+    ) -> tuple[LiveModel, Capture]:
+        """A capture with its first graph, if all ranks have made one and theirs communicate alike; and whom it is for."""
+        live, made = self._live, None
         error: Exception | None = None
         entries: tuple[Any, ...] = ()
         try:
-            capture = self._capture(live, inputs, backward=backward)
-            capture.executables[FULL] = self._build(live, capture, FULL)
-            entries = signature(capture.executables[FULL].joint)
+            if backward:
+                refuse_gradients(inputs)
+            self._sizes.shapes(inputs)
+            live = live or self._lay_out()
+            made = self._capture(live, inputs, backward=backward)
+            made.executables[FULL] = self._build(made, self._context(live, FULL), reports)
+            entries = signature(made.executables[FULL].joint)
         except Exception as problem:
             error = problem
-        agree(self.topology, error, entries)
-        self._captures.append(capture)
+        agree(self.topology, error, entries, config=self.config)
+        assert live is not None
+        assert made is not None
+        return live, made
+
+    def _take(self, live: LiveModel) -> None:
+        """Put shards in place; on all ranks or, where the values cannot be had on one of them, on none."""
+        undo = live.commit()
+        if live.is_meta and self._init_fn is not None:
+            error: Exception | None = None
+            try:
+                with torch.no_grad():
+                    self._init_fn(self.model)
+            except Exception as problem:
+                error = problem
+            except BaseException:
+                undo()
+                raise
+            try:
+                agree(self.topology, error, (), failed="could not initialise the model, so no rank does")
+            except Exception:
+                undo()
+                raise
+        self._live = live
 
     def _specialized(
         self, live: LiveModel, general: Capture, inputs: Mapping[str, Any], variant: Variant
-    ) -> Capture | None:
+    ) -> Executable | None:
         """The graph for exactly these sizes, where they are listed. Decided by each rank alone, so without communication."""
-        if not self._sizes:
+        shapes = self._sizes.shapes(inputs)
+        if shapes is None:
             return None
-        named, _ = compat.flatten_named(dict(inputs))
-        tensor = dict(named).get(self._size_input or "")
-        if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= self._size_dim < tensor.dim():
-            raise CaptureError(
-                f"compile_size_input={self._size_input!r}, compile_size_dim={self._size_dim}: there is no such dim of such an"
-                f" input; inputs are {', '.join(name for name, _ in named)}"
-            )
-        if tensor.shape[self._size_dim] not in self._sizes:
-            return None
-        shapes = tuple((name, tuple(leaf.shape)) for name, leaf in named if isinstance(leaf, torch.Tensor))
-        key = (general.key, shapes)
         stats = self.specialization_stats
-        if key not in self._special and stats.compiled < self._max_specializations:
-            capture = self._capture(live, inputs, backward=bool(general.joint.gradients), static=True)
-            ours, theirs = (signature(self._get(live, item, variant).joint) for item in (capture, general))
-            same = first_difference(ours, theirs) is None
-            self._special[key] = capture if same else None
+        if shapes not in general.special and stats.compiled < self._sizes.most:
+            general.special[shapes] = self._capture(live, inputs, backward=bool(general.joint.gradients), static=True)
             stats = attrs.evolve(stats, compiled=stats.compiled + 1)
-        special = self._special.get(key)
-        if special is None:
-            stats = attrs.evolve(stats, fallbacks=stats.fallbacks + 1)
-        else:
-            stats = attrs.evolve(stats, hits=stats.hits + 1)
-        self.specialization_stats = stats
-        return special
+        special = general.special.get(shapes)
+        if special is not None and variant not in special.executables:
+            made = self._build(special, self._context(live, variant, alone=True))
+            theirs = general.executables[variant]
+            alike = first_difference(signature(made.joint), signature(theirs.joint)) is None
+            special.executables[variant] = made if alike else theirs
+        found = None if special is None else special.executables[variant]
+        if found is None or found is general.executables[variant]:
+            self.specialization_stats = attrs.evolve(stats, fallbacks=stats.fallbacks + 1)
+            return None
+        self.specialization_stats = attrs.evolve(stats, hits=stats.hits + 1)
+        return found
 
     def _run(
         self, executable: Executable, inputs: Mapping[str, Any], carried: Mapping[str, torch.Tensor]
     ) -> StepOutput:
         live, joint = self.live, executable.joint
         flat = joint.guards.flatten(inputs)
+        if joint.gradients and any(tensor.requires_grad for tensor in flat):
+            refuse_gradients(inputs)
         return executable(live.values(), live.buffer_values(joint.buffers), flat, carried)
-
-
-def resolve_topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopology | None, PassConfig]:
-    """The axes in effect (None with one rank), and the configuration with the degrees filled in."""
-    pp_size = config.pp_degree or (2 if config.pp_enabled else 1)
-    if mesh is not None:
-        topology = topology_from_mesh(mesh, config.dp_mode)
-    elif (dist.is_available() and dist.is_initialized()) or config.tp_size != 1 or pp_size != 1:
-        topology = topology_for_world(
-            config.dp_mode,
-            shard=config.fsdp_degree,
-            replicate=config.dp_replicate_degree,
-            tp_size=config.tp_size,
-            pp_size=pp_size,
-        )
-    else:
-        return None, config
-    degrees = topology.degrees
-    sizes = dict(zip(topology.mesh.mesh_dim_names or (), topology.mesh.shape, strict=False))
-    for field, asked, found in (
-        ("fsdp_degree", config.fsdp_degree, degrees.shard),
-        ("dp_replicate_degree", config.dp_replicate_degree, degrees.replicate),
-        # A part of a mesh does not say how large the axes are that it leaves out.
-        ("tp_size", config.tp_size if config.tp_size > 1 and "tp" in sizes else None, sizes.get("tp")),
-        ("pp_degree", config.pp_degree if "pp" in sizes else None, sizes.get("pp")),
-    ):
-        if asked is not None and asked != found:
-            raise ConfigError(
-                f"{field}={asked}, but the mesh has {found}; leave the field out, or pass another mesh",
-                field=field,
-                value=asked,
-            )
-    effective = config.evolve(
-        dp_mode=topology.mode,
-        fsdp_degree=degrees.shard,
-        dp_replicate_degree=degrees.replicate,
-    )
-    return (topology if degrees.total > 1 else None), effective
-
-
-def _device(model: nn.Module, device: torch.device | str | None, topology: DataParallelTopology | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            return tensor.device
-    return torch.device(topology.mesh.device_type if topology is not None else default_device_type())

@@ -195,7 +195,8 @@ class _Cut:
         """The gradient of the loss, a one, from which backward starts: here it is the last stage's input."""
         if not self.joint.gradients:
             return None
-        ones = [user for user in self.losses[0].users if user.target is aten.ones_like.default]
+        # The train function may have ones of its own.
+        ones = [u for u in self.losses[0].users if u.target is aten.ones_like.default and phase_of(u) == "backward"]
         if len(ones) != 1:
             raise SplitError("the graph's backward does not start from its loss; cut the graph that trace() gave")
         self.stage[ones[0]] = self.last

@@ -100,7 +100,7 @@ class StageBuilder:
             joint,
             graph=self.graph,
             table=ParameterTable(tuple(self._parameter(one) for one in self.parameters)),
-            buffers=tuple(Buffer(self._names(one)[0], self._names(one)[1:]) for one in self.buffers),
+            buffers=tuple(self._buffer(one) for one in self.buffers),
             guards=InputGuards(None, (*received.values(), *given.values()), ()),
             losses=tuple((name, None) for name in (*(f"out.{number}" for number in range(len(outputs))), *backs)),
             gradients=tuple(gradients),
@@ -166,3 +166,7 @@ class StageBuilder:
     def _parameter(self, one: Held) -> Parameter:
         first, *others = self._names(one)
         return attrs.evolve(self.joint.table[one.name], name=first, aliases=tuple(others))
+
+    def _buffer(self, one: Held) -> Buffer:
+        first, *others = self._names(one)
+        return Buffer(first, tuple(others), value_of(one.node).shape, value_of(one.node).dtype)

@@ -25,10 +25,12 @@ BATCH_NORMS = frozenset(
 
 @attrs.frozen
 class Buffer:
-    """One buffer of the model and its other names."""
+    """One buffer of the model, its other names, and what it looks like."""
 
     name: str
     aliases: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 @attrs.define(eq=False)

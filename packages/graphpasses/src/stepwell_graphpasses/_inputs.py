@@ -28,6 +28,8 @@ class TensorGuard:
         """One sentence for each way in which a tensor differs."""
         if not isinstance(tensor, torch.Tensor):
             return [f"{self.name}: expected a tensor, got {type(tensor).__name__}"]
+        if tensor.layout is not torch.strided:
+            return [f"{self.name}: expected a dense tensor, got one of {tensor.layout}; call to_dense()"]
         found = []
         if tensor.dtype != self.dtype:
             found.append(f"{self.name}: expected {self.dtype}, got {tensor.dtype}")
@@ -143,6 +145,18 @@ def find_aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
+def refuse_gradients(inputs: Mapping[str, Any]) -> None:
+    """Gradients go to parameters of the model alone: a tensor that waits for one would wait for ever.
+
+    Raises:
+        GuardError: an input requires grad.
+    """
+    found = [name for name, leaf in compat.flatten_named(dict(inputs))[0] if getattr(leaf, "requires_grad", False)]
+    if found:
+        problem = f"{found[0]}: it requires grad, and a graph has gradients of the model's parameters only; detach it"
+        raise GuardError(f"the inputs are not those of a graph:\n  {problem}", problems=[problem])
+
+
 @attrs.frozen
 class DynamicDims:
     """Which dims of which inputs may change from call to call.
@@ -218,6 +232,11 @@ def fake_inputs(inputs: Mapping[str, Any], mode: compat.ExampleMode, dynamic: Dy
             continue
         if isinstance(leaf, DTensor):
             raise CaptureError(f"input {name} is a DTensor; pass this rank's own part of the batch as a plain tensor")
+        if leaf.layout is not torch.strided:
+            raise CaptureError(
+                f"input {name} is a tensor of {leaf.layout}, which has no memory that a graph could look at; pass it dense, or"
+                " its parts as tensors of their own"
+            )
         dims = dynamic.of(name, leaf)
         if dims and not leaf.is_contiguous():
             raise CaptureError(f"input {name} has dynamic dims {dims} and is not contiguous; call contiguous() on it")

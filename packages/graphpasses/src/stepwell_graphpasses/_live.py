@@ -49,7 +49,9 @@ class LiveModel:
         self.topology = topology
         self.device = device
         self.modules = tuple(model.modules())
+        self._tree = [(m, tuple(m._modules.values()), frozenset(m._parameters)) for m in self.modules]
         self._places = {parameter.name: [_place(model, name) for name in parameter.names] for parameter in table}
+        self.is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         self._shard_rank = 0
         if topology is not None and topology.shard_axis is not None:
             self._shard_rank = topology.mesh.get_local_rank(topology.shard_axis)
@@ -73,57 +75,94 @@ class LiveModel:
         start = sum(rows[: self._shard_rank])
         return slice(start, start + rows[self._shard_rank])
 
-    def commit(self, init_fn: Callable[[nn.Module], Any] | None) -> None:
-        """Put shards in place of the parameters. Everything that can fail on one's own mistakes is checked first.
+    def check_fresh(self) -> None:
+        """Refuse a model that has been trained on already.
 
         Raises:
-            ModelStateError: a parameter has a gradient, or an optimizer has stepped on it already.
+            ModelStateError: a parameter has a gradient, or an optimizer has stepped on it.
         """
-        old = {parameter.name: self.parameter(parameter.name) for parameter in self.table}
-        if leftover := [name for name, tensor in old.items() if tensor.grad is not None]:
+        old = [(parameter.name, self.parameter(parameter.name)) for parameter in self.table]
+        if leftover := [name for name, tensor in old if tensor.grad is not None]:
             raise ModelStateError(
                 f"parameters have gradients from before compilation ({', '.join(leftover[:3])}); they are not reduced, so"
                 " step or zero them first"
             )
+        _optimizers_of(tensor for _, tensor in old)
+
+    def check_unchanged(self) -> None:
+        """Refuse a model to which modules or parameters were added, or whose modules were replaced or removed.
+
+        Raises:
+            ModelStateError: such a model.
+        """
+        for module, children, names in self._tree:
+            if tuple(module._modules.values()) != children or not module._parameters.keys() <= names:
+                where = next((name for name, known in self.model.named_modules() if known is module), "")
+                raise ModelStateError(
+                    f"{where or 'the model'} ({type(module).__name__}) has other modules or parameters than when it was compiled:"
+                    f" a compiler keeps to those; change the model first, then make a compiler for it"
+                )
+
+    def commit(self) -> Callable[[], None]:
+        """Put shards in place of the parameters, and give what belongs on the meta device memory; returns what undoes that."""
+        old = {parameter.name: self.parameter(parameter.name) for parameter in self.table}
         holders = _optimizers_of(old.values())
-        meta = any(tensor.is_meta for tensor in (*old.values(), *self.model.buffers()))
         with torch.no_grad():
-            if not meta:
+            if not self.is_meta:
                 self._broadcast(old)
             new = {p.name: self._laid_out(p, old[p.name]) for p in self.table}
+        contents: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (held, dict(held)) for module in self.modules for held in (module._parameters, module._buffers)
+        ]
+        lists = [(parameters, list(parameters)) for parameters in holders]
+
+        def undo() -> None:
+            for held, before in contents:
+                held.update(before)
+            for parameters, earlier in lists:
+                parameters[:] = earlier
+
+        by_id = {id(old[name]): new[name] for name in old}
+        for parameters in holders:
+            parameters[:] = [by_id.get(id(p), p) for p in parameters]
+        if self.is_meta:
+            _materialize_buffers(self.model, self.device)
+        elif any(buffer.device != self.device for buffer in self.model.buffers()):
+            _move_buffers(self.model, self.device)
         for parameter in self.table:
             for module, attribute in self._places[parameter.name]:
                 module._parameters[attribute] = new[parameter.name]
-        for parameters in holders:
-            by_id = {id(old[name]): new[name] for name in old}
-            parameters[:] = [by_id.get(id(p), p) for p in parameters]
-        if meta:
-            _materialize_buffers(self.model, self.device)
-            if init_fn is not None:
-                with torch.no_grad():
-                    init_fn(self.model)
-        elif any(buffer.device != self.device for buffer in self.model.buffers()):
-            _move_buffers(self.model, self.device)
+        return undo
+
+    def check_move(self, device: torch.device) -> None:
+        """Refuse to take shards away from where their ranks communicate.
+
+        Raises:
+            ModelStateError: the mesh has other devices.
+        """
+        if self.topology is not None and self.distributed and device.type != self.topology.mesh.device_type:
+            home = self.topology.mesh.device_type
+            raise ModelStateError(
+                f"the parameters are shards on a mesh of {home} ranks, which cannot go to {device.type}: give the compiler"
+                f" device='{device}' when it is made"
+            )
 
     def move(self, device: torch.device) -> None:
-        """Move shards, their gradients and buffers to another device."""
+        """Move shards, their gradients and buffers to another device; parameters stay the same objects, as optimizers need."""
         self.device = device
-        with torch.no_grad():
-            for parameter in self.table:
-                old = self.parameter(parameter.name)
-                new = nn.Parameter(old.detach().to(device), requires_grad=old.requires_grad)
-                new.__dict__.update(old.__dict__)
-                if old.grad is not None:
-                    new.grad = old.grad.to(device)
-                for module, attribute in self._places[parameter.name]:
-                    module._parameters[attribute] = new
         _move_buffers(self.model, device)
+        self.model.to(device)
 
     def values(self) -> list[torch.Tensor]:
         """What the graph's parameter inputs get: this rank's part, filled up with zeros where the layout is uneven."""
         values = []
         for parameter in self.table:
             tensor = self.parameter(parameter.name)
+            if any(module._parameters.get(name) is not tensor for module, name in self._places[parameter.name][1:]):
+                raise ModelStateError(
+                    f"parameter {parameter.name} is no longer one with {', '.join(parameter.aliases)}, to which it was tied when"
+                    " the model was compiled"
+                )
             local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
             layout = self.layouts[parameter.name]
             expected = parameter.shape
@@ -143,13 +182,22 @@ class LiveModel:
         return values
 
     def buffer_values(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
-        """What the graph's buffer inputs get."""
+        """What the graph's buffer inputs get.
+
+        Raises:
+            ModelStateError: one is not there, or looks otherwise than when the graph was captured.
+        """
         values = []
         for buffer in buffers:
             module, attribute = _place(self.model, buffer.name)
             value = module._buffers.get(attribute)
             if value is None:
                 raise ModelStateError(f"buffer {buffer.name} was removed from the model after compilation")
+            if value.shape != buffer.shape or value.dtype != buffer.dtype:
+                raise ModelStateError(
+                    f"buffer {buffer.name} is no longer what was compiled: expected {tuple(buffer.shape)}, {buffer.dtype}, got"
+                    f" {tuple(value.shape)}, {value.dtype}"
+                )
             values.append(value)
         return values
 
@@ -330,14 +378,18 @@ def _optimizers_of(parameters: Any) -> list[list[torch.Tensor]]:
         ModelStateError: such an optimizer has state for them already.
     """
     wanted = {id(p): p for p in parameters}
+
     # Upwards from the parameters, not through gc.get_objects(): that takes hold of every tuple which another thread is just
     # making, and Python then fails there.
-    lists_of = [thing for thing in gc.get_referrers(*wanted.values()) if type(thing) is list]
-    groups = [thing for thing in gc.get_referrers(*lists_of) if type(thing) is dict and "params" in thing]
-    holders = gc.get_referrers(*[thing for thing in gc.get_referrers(*groups) if type(thing) is list])
-    holders += gc.get_referrers(*[thing for thing in holders if type(thing) is dict])  # an object's attributes
+    def holders(things: list[Any], kind: type) -> list[Any]:  # each look takes in all objects of the process
+        return [one for one in gc.get_referrers(*things) if issubclass(type(one), kind)] if things else []
+
+    groups = [thing for thing in holders(holders(list(wanted.values()), list), dict) if "params" in thing]
+    lists = holders(groups, list)
+    owners = holders(lists, object)
+    owners += holders([thing for thing in owners if type(thing) is dict], object)  # an object's attributes
     found = []
-    for thing in {id(thing): thing for thing in holders}.values():
+    for thing in {id(thing): thing for thing in owners}.values():
         if not issubclass(type(thing), torch.optim.Optimizer):  # not isinstance: some proxies warn when asked
             continue
         lists = [group["params"] for group in thing.param_groups if any(id(p) in wanted for p in group["params"])]

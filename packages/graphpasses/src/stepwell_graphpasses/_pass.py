@@ -52,12 +52,14 @@ class PassContext:
         topology: axes and groups of data parallelism; None with one rank.
         layouts: how each parameter lies on the ranks, by canonical name.
         variant: which graph of the trace is being made.
+        alone: whether only this rank makes it, for sizes that only this rank has: then a pass must not communicate.
     """
 
     config: PassConfig
     topology: DataParallelTopology | None
     layouts: dict[str, Layout]
     variant: Variant = FULL
+    alone: bool = False
 
 
 @runtime_checkable

@@ -10,7 +10,6 @@ Gradients stay whole, and in the dtype of reductions, until all microbatches hav
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,8 +17,8 @@ import torch
 from torch import fx, nn
 
 from . import _compat as compat
+from ._arguments import check_config, check_model, resolve_topology
 from ._codegen import compile_graph
-from ._compiler import resolve_topology
 from ._config import PassConfig
 from ._graph import JointGraph
 from ._inputs import InputGuards
@@ -76,6 +75,8 @@ class GraphProgram:
         mesh: Any = None,
         stage: CutStage | None = None,
     ) -> None:
+        check_model(module)
+        check_config(config, plan)
         if any(_SPLIT in vars(part) for part in module.modules()):
             raise CaptureError(
                 "this module is a stage that stepwell_stage.split() made: it runs the whole model's forward and works out what is"
@@ -97,8 +98,7 @@ class GraphProgram:
         self._gradients: dict[str, torch.Tensor] = {}
         self._reducers: dict[tuple[str, ...], _Reducer] = {}
         if stage is not None:
-            live = self._lay_out()
-            self._add(live, self._key(live, (), backward=stage.has_backward), lambda: stage.graph)
+            self._add((), lambda _: stage.graph, backward=stage.has_backward)
 
     def forward(
         self,
@@ -226,24 +226,26 @@ class GraphProgram:
 
     def _captured(self, inputs: Mapping[str, Any], received: tuple[int, ...], *, backward: bool) -> StagePieces:
         """The pieces for such inputs; made, by all data-parallel ranks together, where there are none yet."""
-        live = self._live or self._lay_out()
-        key = self._key(live, received, backward=backward)
-        for capture in self._captures:
-            if capture.key == key and capture.joint.guards.accepts(inputs):
-                return capture
-        make = functools.partial(
-            trace_stage,
-            self.module,
-            inputs["args"],
-            inputs["kwargs"],
-            received,
-            backward=backward,
-            table=live.table.with_trainable(live.trainable()),
-            param_dtype=self.config.param_dtype,
-            cast_inputs_of=[layout.unit for layout in live.layouts.values()],
-            device=live.device,
-        )
-        return self._add(live, key, make)
+        if self._live is not None:
+            key = self._key(self._live, received, backward=backward)
+            for capture in self._captures:
+                if capture.key == key and capture.joint.guards.accepts(inputs):
+                    return capture
+
+        def make(live: LiveModel) -> StageGraph:
+            return trace_stage(
+                self.module,
+                inputs["args"],
+                inputs["kwargs"],
+                received,
+                backward=backward,
+                table=live.table.with_trainable(live.trainable()),
+                param_dtype=self.config.param_dtype,
+                cast_inputs_of=[layout.unit for layout in live.layouts.values()],
+                device=live.device,
+            )
+
+        return self._add(received, make, backward=backward)
 
     def _cut_out(self, stage: CutStage, *, backward: bool) -> StagePieces:
         """The pieces of a stage that was cut, if they still are what the module would do."""
@@ -262,31 +264,38 @@ class GraphProgram:
 
     def _key(self, live: LiveModel, received: tuple[int, ...], *, backward: bool) -> tuple[Any, ...]:
         """What pieces depend on besides the look of the inputs."""
+        live.check_unchanged()
         training = tuple(module.training for module in live.modules)
         device = live.device.type
         autocast = self._stage is None and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else None
         return (backward, received, training, tuple(live.trainable().values()), dtype)
 
-    def _add(self, live: LiveModel, key: tuple[Any, ...], make: Callable[[], StageGraph]) -> StagePieces:
+    def _add(
+        self, received: tuple[int, ...], make: Callable[[LiveModel], StageGraph], *, backward: bool
+    ) -> StagePieces:
         """Add pieces for another kind of microbatch, on all data-parallel ranks together; the first make parameters shards.
 
         Only the look of the inputs may be another on one rank alone, and then the ranks must meet as before.
         """
         error: Exception | None = None
         entries: tuple[Any, ...] = ()
+        key: tuple[Any, ...] = ()
         try:
+            live = self._live or self._lay_out()
+            key = self._key(live, received, backward=backward)
             with ONE_AT_A_TIME:
-                graph = make()
+                graph = make(live)
                 passes: list[GraphPass] = [DataParallelPass(), DeadCollectivePass(), RematPass()]
-                joint = self._passed(live, graph.joint, NONE, passes)
+                alone = any(one.key == key for one in self._captures)
+                joint = self._passed(live, graph.joint, NONE, passes, alone=alone)
                 entries = signature(joint)
                 capture = StagePieces(key, entries, joint, graph.structure, graph.differentiable, cut(joint))
         except Exception as problem:
             error = problem
         known = next((one for one in self._captures if one.key == key), None)
         if known is None:
-            agree(self._topology, error, entries)
+            agree(self._topology, error, entries, config=self.config)
         elif error is not None:
             raise error
         elif (difference := first_difference(known.signature, entries)) is not None:
@@ -295,7 +304,7 @@ class GraphProgram:
                 f" {difference}; let all microbatches look alike"
             )
         if self._live is None:
-            live.commit(None)
+            live.commit()
             self._live = live
         self._captures.append(capture)
         return capture
@@ -305,18 +314,22 @@ class GraphProgram:
         if self._stage is not None:
             table, device = self._stage.joint.table, self._stage.device
             layouts = self._stage.layouts(self.plan, self.config, degree=degree)
-            return LiveModel(self.module, table, layouts, self._topology, device)
-        table = parameter_table(self.module, param_dtype=self.config.param_dtype)
-        modules = [name for name, _ in self.module.named_modules()]
-        layouts = plan_layouts(table, self.plan, self.config, degree=degree, modules=modules) if len(table) else {}
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        device = tensors[0].device if tensors else torch.device("cpu")
-        return LiveModel(self.module, table, layouts, self._topology, device)
+        else:
+            table = parameter_table(self.module, param_dtype=self.config.param_dtype)
+            modules = [name for name, _ in self.module.named_modules()]
+            layouts = plan_layouts(table, self.plan, self.config, degree=degree, modules=modules) if len(table) else {}
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            device = tensors[0].device if tensors else torch.device("cpu")
+        live = LiveModel(self.module, table, layouts, self._topology, device)
+        live.check_fresh()
+        return live
 
-    def _passed(self, live: LiveModel, joint: JointGraph, variant: Variant, passes: Sequence[GraphPass]) -> JointGraph:
+    def _passed(
+        self, live: LiveModel, joint: JointGraph, variant: Variant, passes: Sequence[GraphPass], *, alone: bool = False
+    ) -> JointGraph:
         if self.config.bucket_by != "none":
             passes = [*passes, BucketPass(backend=self.config.pass_backend)]
-        context = PassContext(self.config, self._topology, dict(live.layouts), variant)
+        context = PassContext(self.config, self._topology, dict(live.layouts), variant, alone)
         return PassPipeline([*passes, OverlapPass(backend=self.config.pass_backend)]).run(joint, context)
 
     def _values(self, capture: StagePieces, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

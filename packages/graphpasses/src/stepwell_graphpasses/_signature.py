@@ -23,6 +23,7 @@ from stepwell_mesh import DataParallelTopology
 
 from . import _compat as compat
 from ._collectives import comm_of, contributions
+from ._config import PassConfig
 from ._graph import JointGraph, OpOverload
 from .exceptions import PeerMismatchError
 
@@ -185,6 +186,7 @@ class Vote:
     error: str | None
     signature: tuple[Entry, ...] = ()
     numbers: tuple[float, ...] = ()
+    config: PassConfig | None = None
 
 
 def agree(
@@ -193,6 +195,7 @@ def agree(
     entries: tuple[Entry, ...],
     *,
     failed: str = "could not compile, so no rank does",
+    config: PassConfig | None = None,
 ) -> None:
     """Let all data-parallel ranks decide together: all go on, or all raise.
 
@@ -201,14 +204,16 @@ def agree(
         error: why this rank cannot go on.
         entries: its signature.
         failed: what a rank with an error has done, for its peers.
+        config: its configuration. It decides also what later graphs, such as those of accumulation, will communicate.
 
     Raises:
-        PeerMismatchError: another rank failed, or would run other collectives.
+        PeerMismatchError: another rank failed, has another configuration, or would run other collectives.
     """
     if _is_joint(error):
         raise error  # type: ignore[misc]
     if topology is not None:
-        votes = [Vote(dist.get_rank(), None if error is None else f"{type(error).__name__}: {error}", entries)]
+        why = None if error is None else f"{type(error).__name__}: {error}"
+        votes = [Vote(dist.get_rank(), why, entries, config=config)]
         for axis in topology.axis_names:
             gathered, members = _exchange(topology, axis, votes)
             mine = {vote.rank: vote for part in gathered for vote in part if vote.rank in members}
@@ -220,7 +225,8 @@ def agree(
                 )
                 votes.append(Vote(dist.get_rank(), str(error)))
             if error is None and all(vote.error is None for vote in votes):
-                error = _difference([mine[rank] for rank in members if rank in mine], members)
+                own = [mine[rank] for rank in members if rank in mine]
+                error = _difference(own, members) or _other_config(own)
                 if error is not None:
                     votes.append(Vote(dist.get_rank(), str(error)))
         error = error or _failure(votes, failed)
@@ -306,3 +312,20 @@ def _difference(votes: Sequence[Vote], members: tuple[int, ...]) -> PeerMismatch
     except PeerMismatchError as error:
         return error
     return None
+
+
+def _other_config(votes: Sequence[Vote]) -> PeerMismatchError | None:
+    """Ranks whose configuration is not that of the first one of their group."""
+    first = votes[0]
+    others = [vote for vote in votes if vote.config != first.config]
+    if not others:
+        return None
+    field = next(
+        f.name for f in attrs.fields(PassConfig) if getattr(others[0].config, f.name) != getattr(first.config, f.name)
+    )
+    ours, theirs = (getattr(vote.config, field) for vote in (first, others[0]))
+    return PeerMismatchError(
+        f"rank {first.rank} has {field}={ours!r}, and rank {others[0].rank} has {field}={theirs!r}: give every rank the same"
+        " configuration",
+        ranks=[vote.rank for vote in others],
+    )

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from . import _compat as compat
+from ._arguments import check_device
 from ._graph import Buffer, JointGraph, remove_dead
 from ._inputs import DynamicDims, FakeInputs, fake_inputs, size_relations
 from ._recompute import fold_recomputed
@@ -102,11 +103,11 @@ def capture(
     mode = compat.ExampleMode(allow_non_fake_inputs=True, shape_env=env)
     _refuse_hooks(model)
     table = table or parameter_table(model, param_dtype=param_dtype)
-    target = torch.device(device) if device is not None else _device_of(model)
+    target = check_device(device) if device is not None else _device_of(model)
     faked = fake_inputs(inputs, mode, dims)
     buffers = names_by_tensor(list(model.named_buffers(remove_duplicate=False)))
     step = make_step(model, train_fn, table, [names for _, names in buffers], faked, backward=backward)
-    with mode, _untouched(model):
+    with torch.inference_mode(mode=False), _untouched(model) as replaced, mode:
         parameters = [p.empty(p.compute_dtype, target).requires_grad_(p.trainable and backward) for p in table]
         fake_buffers = [
             torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=target if b.is_meta else b.device)
@@ -119,6 +120,7 @@ def capture(
     adopt_owners(module.graph)
     _own_placeholders(module, table, buffers)
     _refuse_foreign_parameters(module)
+    _refuse_lost_tensors(module, replaced)
     fold_recomputed(module, recomputed=step.scopes.recomputed)
     _drop_aliases(module.graph)
     remove_dead(module.graph)
@@ -133,7 +135,7 @@ def capture(
         graph=module.graph,
         root=module,
         table=table,
-        buffers=tuple(Buffer(names[0], names[1:]) for _, names in buffers),
+        buffers=tuple(Buffer(names[0], names[1:], buffer.shape, buffer.dtype) for buffer, names in buffers),
         guards=guards,
         losses=step.losses,
         gradients=step.gradients,
@@ -194,7 +196,7 @@ class Step(nn.Module):
         self, parameters: Sequence[torch.Tensor], inputs: dict[str, Any], values: Mapping[str, torch.Tensor]
     ) -> tuple[Any, ...]:
         """Run the train function and take gradients."""
-        with nullcontext() if self.backward else torch.no_grad():
+        with torch.set_grad_enabled(self.backward):
             loss, named = as_losses(self.train_fn(self.model, **inputs))
         self.write_replaced_buffers(values)
         self.losses = tuple((name, None if isinstance(v, torch.Tensor) else v) for name, v in named.items())
@@ -370,17 +372,28 @@ def _shown(line: traceback.FrameSummary) -> str:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever the step does to the model's attributes, or draws, is undone."""
+def _untouched(model: nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Whatever the step does to the model's attributes, or draws, is undone.
+
+    Gives, in the end, the tensors that the step put others in the place of, each with its name; buffers are not among them.
+    """
     before = [
         (m, dict(m.__dict__), {k: dict(v) for k, v in m.__dict__.items() if type(v) is dict}) for m in model.modules()
     ]
+    plain = [
+        (f"{path}.{name}" if path else name, m, name, value, value.clone())
+        for path, m in model.named_modules()
+        for name, value in m.__dict__.items()
+        if type(value) is torch.Tensor
+    ]
     python_state = random.getstate()
+    replaced: list[tuple[str, torch.Tensor]] = []
     try:
         with torch.random.fork_rng(devices=[]):
-            yield
+            yield replaced
     finally:
         random.setstate(python_state)
+        replaced += [(path, value) for path, m, name, value, _ in plain if m.__dict__.get(name) is not value]
         for module, attributes, dicts in before:
             for name, content in dicts.items():
                 now = attributes[name]
@@ -389,6 +402,10 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     attributes[name].update(content)
             module.__dict__.clear()
             module.__dict__.update(attributes)
+        with torch.no_grad():
+            for _, _, _, value, kept in plain:
+                if not torch.equal(value, kept):  # written in place
+                    value.copy_(kept)
 
 
 @contextmanager
@@ -458,6 +475,18 @@ def _refuse_foreign_parameters(module: fx.GraphModule) -> None:
             raise CaptureError(
                 f"the step (in {node.meta['fqn'] or 'train_fn'}) uses a trainable tensor of shape {tuple(value.shape)} that"
                 " is no parameter of the model; make it one, so that it is sharded, reduced and updated"
+            )
+
+
+def _refuse_lost_tensors(module: fx.GraphModule, replaced: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """A tensor that a step reads, and then puts another in the place of, would stay for ever what it was in the capture."""
+    read = [getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr")]
+    held = {value.untyped_storage().data_ptr() for value in read if isinstance(value, torch.Tensor) and value.numel()}
+    for name, value in replaced:
+        if value.numel() and value.untyped_storage().data_ptr() in held:
+            raise CaptureError(
+                f"the step reads the tensor {name} of the model, and puts another in its place for the next step, which a graph"
+                f" would not see; make it a buffer: register_buffer({name.rpartition('.')[2]!r}, …)"
             )
 
 

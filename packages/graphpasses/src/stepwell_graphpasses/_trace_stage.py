@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class StageStep(Step):
         sources = [tensors[index] for index in self.received] if self.backward else []
         for source in sources:
             source.requires_grad_()
-        with nullcontext() if self.backward else torch.no_grad():
+        with torch.set_grad_enabled(self.backward):
             # An output that is an input as it came, or is given twice, is a value of its own all the same.
             found = normalize_outputs(self.train_fn(self.model, **inputs))
         self.write_replaced_buffers(values)

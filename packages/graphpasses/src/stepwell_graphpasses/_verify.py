@@ -22,7 +22,7 @@ from ._signature import Entry, agree, signature
 from ._table import Parameter
 from ._trace import as_in_model, as_losses, casting
 from ._variants import FULL, FULL_AFTER_NONE, FULL_AFTER_SCATTER, NONE, SCATTER
-from .exceptions import LintError, NumericsError
+from .exceptions import GraphError, NumericsError
 
 FAILED = "found a fault, so all ranks raise"
 
@@ -62,17 +62,21 @@ def verify(
         LintError: the graph breaks a rule.
         PeerMismatchError: ranks have other collectives, or the same in another order, or on other data; or another rank found a
             fault.
+        GuardError: there is no graph for the inputs.
         NumericsError: loss, gradients or buffers differ from eager by more than the tolerance.
     """
     carried = (SCATTER, FULL_AFTER_SCATTER) if compiler.config.grad_sync == "scatter" else (NONE, FULL_AFTER_NONE)
     error: Exception | None = None
     signatures: list[tuple[Entry, ...]] = []
+    compiler.prepare(*carried)
     try:
+        if inputs is not None and not compiler.accepts(inputs):
+            compiler.graph().guards.flatten(inputs)
         for variant in (FULL, *carried):
             joint = compiler.graph(variant)
             lint(joint)
             signatures.append(signature(joint))
-    except LintError as problem:
+    except GraphError as problem:
         error = problem
     agree(compiler.topology, error, tuple(itertools.chain(*signatures)), failed=FAILED)
     if inputs is None:
@@ -118,7 +122,8 @@ def _compare(
     if missing := sorted(set(expected) - set(errors)):
         raise NumericsError(f"eager has gradients that the graph has not: {', '.join(missing)}", errors=errors)
     loss_error = float((got.loss - loss).abs())
-    dtypes = [torch.float32, *(dtype for dtype in (config.param_dtype, config.reduce_dtype) if dtype is not None)]
+    dtypes = {torch.float32, *(parameter.compute_dtype for parameter in joint.table if parameter.trainable)}
+    dtypes |= {config.reduce_dtype} if config.reduce_dtype is not None else set()
     limit = tolerance if tolerance is not None else 64 * max(torch.finfo(dtype).eps for dtype in dtypes)
     others = {f"the named loss {name}": (got.losses.get(name), value) for name, value in losses.items()}
     others |= {f"the buffer {name}": (left.get(name), value) for name, value in expected_left.items()}
@@ -180,7 +185,8 @@ def _eager(
     found = {}
     for name, gradient in zip(wanted, gradients, strict=True):
         if gradient is not None:
-            found[name] = _reduced(compiler, gradient.to(torch.float32)).to(live.table[name].dtype)
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # what float64 or a complex number has is kept
+            found[name] = _reduced(compiler, gradient.to(wide)).to(live.table[name].dtype)
     return loss.detach(), losses, found
 
 

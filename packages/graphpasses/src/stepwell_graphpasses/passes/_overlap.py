@@ -163,7 +163,7 @@ class OverlapPass:
         """Waits and what unpacks them go to the first reader; those of reductions behind the start of a later one."""
         reductions = starts(joint.graph, "reduce_scatter", "all_reduce")
         end = float(position[joint.output_node])
-        begins = [min(position[part] for part in (*_pack_of(node), node)) for node in reductions]
+        begins = [_begin(node, position) for node in reductions]
         for index, node in enumerate(reductions):
             later = index + self.reductions
             wishes |= dict.fromkeys(waits_of(node), begins[later] - 0.5 if later < len(begins) else end)
@@ -209,7 +209,7 @@ class OverlapPass:
 
 
 def _agreed(joint: JointGraph, context: PassContext, model: CostModel) -> dict[fx.Node, float]:
-    """Costs of nodes that compute and of collectives, the largest that any data-parallel rank names."""
+    """Costs of nodes that compute and of collectives, the largest that any data-parallel rank names; or this rank's, alone."""
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
     named = []
     for node in nodes:
@@ -219,7 +219,7 @@ def _agreed(joint: JointGraph, context: PassContext, model: CostModel) -> dict[f
             named.append(_seconds(model.collective(comm.kind, comm.size, collective_bytes(node)), node))
         else:
             named.append(_seconds(model.compute(node), node) if comm is None else 0.0)
-    return dict(zip(nodes, agree_on_numbers(context.topology, named), strict=True))
+    return dict(zip(nodes, agree_on_numbers(None if context.alone else context.topology, named), strict=True))
 
 
 def _seconds(value: Any, node: fx.Node) -> float:
@@ -285,6 +285,14 @@ def _pack_of(node: fx.Node) -> list[fx.Node]:
                 found.append(source)
                 waiting.append(source)
     return found
+
+
+def _begin(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """Where a reduction begins: at what packs its input, right before it."""
+    packs = set(_pack_of(node))
+    while node.prev in packs:
+        node = node.prev
+    return position[node]
 
 
 def _gathered_bytes(node: fx.Node) -> int:

@@ -1,0 +1,136 @@
+"""What a capture cannot see: named, with the line; and tensors of the model that are no buffers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import graphpasses_support as support
+import pytest
+import torch
+from torch import nn
+
+from stepwell_graphpasses import JointGraph, trace
+from stepwell_graphpasses.exceptions import CaptureError, ConfigError
+
+X = {"x": torch.randn(3, 4), "y": torch.randn(3, 4)}
+
+
+def run(joint: JointGraph, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        buffers = dict(model.named_buffers())
+        return joint.module(
+            *(dict(model.named_parameters())[name] for name in joint.table.names),
+            *(buffers[buffer.name] for buffer in joint.buffers),
+            *joint.guards.flatten(inputs),
+        )
+
+
+def line_of(error: pytest.ExceptionInfo[CaptureError]) -> str:
+    assert error.value.filename == __file__
+    assert error.value.lineno is not None
+    with open(__file__) as file:
+        return file.read().splitlines()[error.value.lineno - 1].strip()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        ("item", "return out * out.sum().item()  # item", "reads a number out of a tensor"),
+        ("branch", "if out.sum() > 0:  # branch", "reads a number out of a tensor"),
+        ("mask", "return out[out > 0]  # mask", "shape depends on the data"),
+        ("backward", "out.sum().backward()  # backward", "calls backward itself"),
+        ("bug", 'raise KeyError("mine")  # bug', "KeyError: 'mine'"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_with_its_line(body: str, line: str, message: str, dynamic: bool) -> None:
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return helper(model(x)).mean()
+
+    def helper(out: torch.Tensor) -> torch.Tensor:
+        if body == "item":
+            return out * out.sum().item()  # item
+        if body == "branch":
+            if out.sum() > 0:  # branch
+                return out
+            return -out
+        if body == "mask":
+            return out[out > 0]  # mask
+        if body == "backward":
+            out.sum().backward()  # backward
+            return out
+        raise KeyError("mine")  # bug
+
+    with pytest.raises(CaptureError, match=message) as error:
+        trace(support.MLP(4, 4), step, X, dynamic=dynamic)
+    assert line_of(error) == line
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda model, x, y: model(x), r"must return a loss of one .* got torch.float32 of shape \(3, 4\)"),
+        (lambda model, x, y: None, "got NoneType"),
+        (lambda model, x, y: (model(x).sum(), [1]), "mapping of names"),
+        (lambda model, x, y: (model(x).sum(), {"a": "b"}), "'a' must be a tensor or a number"),
+        (lambda model, x, y: x.sum(), "does not depend on any trainable parameter"),
+    ],
+)
+def test_what_train_fn_must_return(step: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        trace(support.MLP(4, 4), step, X)
+
+
+def test_a_trainable_tensor_from_elsewhere_is_refused() -> None:
+    stranger = nn.Parameter(torch.ones(4))
+    with pytest.raises(CaptureError, match="no parameter of the model"):
+        trace(support.MLP(4, 4), lambda model, x, y: (model(x) * stranger).sum(), X)
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(CaptureError, match="no parameter of the model is trainable"):
+        trace(support.MLP(4, 4).requires_grad_(False), support.mse_loss, X)
+
+
+class Remembers(nn.Module):
+    """Has tensors of its own that are neither parameters nor buffers."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(4, 3), in_place
+        self.count, self.last = torch.zeros(3), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.count += 1
+        else:
+            self.count = self.count + 1
+        self.last = x.detach()  # which nothing reads
+        return self.linear(x) * self.count
+
+
+def test_a_tensor_of_the_model_is_written_as_in_eager_and_capture_does_not_touch_it() -> None:
+    """The capture itself counted too."""
+    model, inputs = support.seeded(lambda: Remembers(in_place=True)), support.pair((4, 3), rank=0)
+    reference = copy.deepcopy(model)
+    joint = trace(model, support.mse_loss, inputs)
+    assert torch.equal(model.count, torch.zeros(3))
+    for _ in range(2):
+        loss, *_ = run(joint, model, inputs)
+        assert loss == support.mse_loss(reference, **inputs)
+    assert torch.equal(model.count, reference.count)
+
+
+def test_a_tensor_of_the_model_that_a_step_replaces_after_reading_it_is_refused() -> None:
+    """It stayed what it was in the capture, in every step."""
+    model = Remembers(in_place=False)
+    with pytest.raises(CaptureError, match=r"reads the tensor count of the model, .*register_buffer\('count', …\)"):
+        trace(model, support.mse_loss, support.pair((4, 3), rank=0))
+    assert torch.equal(model.count, torch.zeros(3))
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    """It ended the process."""
+    with pytest.raises(ConfigError, match="device 'cuda' is not available here"):
+        trace(support.MLP(4, 3), support.mse_loss, support.pair((4, 3), rank=0), device="cuda")
