@@ -299,7 +299,7 @@ def in_vmap(self: Row, x: Tensor) -> Tensor:
 
 def test_what_would_differ_is_refused(threads: Callable[..., Any]) -> None:
     cases: list[tuple[Glue, str]] = [
-        (a_mean_over_steps, r"the forward changes 'mean', which is in no unit, by what comes from 'layers\.3'"),
+        (a_mean_over_steps, r"self\.mean' takes what an earlier forward has made of what units make"),
         (reentrant, r"a checkpoint with use_reentrant=True \(False can be cut\)"),
         (in_vmap, r"unit 'layers\.0' is called within a transform of torch\.func or torch\.vmap"),
     ]

@@ -2,8 +2,9 @@
 
 * ``torch.ops.aten._unsafe_view`` (seen in 2.13): a reshape that autograd does not track as a view. Without it,
   :func:`non_leaf` falls back to a copy, which is right but costs one.
-* ``torch.autograd.graph._engine_run_backward`` (seen in 2.13): autograd's engine. Without it :func:`run_backward` calls
-  ``torch.autograd.backward``, whose checks in Python take as long as a small graph's backward.
+* ``torch.autograd.graph._engine_run_backward`` (seen in 2.13): autograd's engine, with what compiled functions need to know
+  around it, and without the checks of ``torch.autograd.backward``, which take as long as a small graph's backward and refuse
+  gradients that the engine itself would sum over broadcast dims. Without it :func:`run_backward` takes the engine itself.
 * ``_raw_saved_*`` of autograd's nodes and ``unpack_hook`` of what they give (seen in 2.13): whether hooks stand between a
   node and what it saved. Without it, :func:`has_saved_tensor_hooks` says yes, so that no node's backward is split.
 * ``reducer.prepare_for_backward`` and ``require_forward_param_sync`` of DistributedDataParallel (seen in 2.13): what
@@ -21,8 +22,9 @@
   checkpointing wrapper put there, and torch's own state dicts leave out. Without them :func:`plain_name` changes nothing.
 * ``torch.autograd.profiler._is_profiler_enabled`` (seen in 2.13): whether a profiler runs. Without it :func:`is_profiling`
   says no, and profiles show no ranges of a plan.
-* ``torch._subclasses.fake_tensor`` (seen in 2.13): tensors without data, and the errors of those who look for it. Without it
-  there is no :func:`stepwell_stage.split`.
+* ``torch._subclasses.fake_tensor`` (seen in 2.13): tensors without data, and the errors of those who look for it; and the log of
+  that name, where torch says with a traceback what operation it could not run on them. Without it there is no
+  :func:`stepwell_stage.split`.
 * ``torch.overrides._get_current_function_mode`` (seen in 2.13): which function mode sees an operation first. Without it there
   is no :func:`stepwell_stage.split` either.
 * ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise.
@@ -38,9 +40,12 @@ microbatch always runs through.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +58,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -79,12 +84,14 @@ __all__ = [
     "has_saved_tensor_hooks",
     "hold_back_fsdp",
     "is_ddp_replicated",
+    "is_own_attribute",
     "is_profiling",
     "is_torch_stage_name",
     "is_transformed",
     "join_torch_stages",
     "non_leaf",
     "plain_name",
+    "quiet_fakes",
     "reduce_ddp",
     "reduce_fsdp",
     "run_backward",
@@ -95,6 +102,33 @@ __all__ = [
 
 
 DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+def is_own_attribute(name: str) -> bool:
+    """Whether an attribute of a fake tensor is not torch's but what a model has put there."""
+    return not name.startswith("_") and name not in FakeTensor.__annotations__ and not hasattr(FakeTensor, name)
+
+
+class _NotHere(logging.Filter):
+    """Lets pass what other threads say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._thread
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Meanwhile torch does not log what fails on fake tensors in this thread: whoever tries handles it."""
+    log, not_here = logging.getLogger(FakeTensor.__module__), _NotHere()
+    log.addFilter(not_here)
+    try:
+        yield
+    finally:
+        log.removeFilter(not_here)
 
 
 def current_function_mode() -> TorchFunctionMode | None:
@@ -131,15 +165,31 @@ def non_leaf(leaf: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_run_engine = getattr(
+    torch.autograd.graph, "_engine_run_backward", torch.autograd.Variable._execution_engine.run_backward
+)
 
 
-def run_backward(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    """``torch.autograd.backward`` of roots that require grad; the engine itself compares the gradients with the roots."""
-    if _run_engine is None or any(grad is None for grad in grads):
-        torch.autograd.backward(roots, grads)
+def run_backward(
+    roots: Sequence[torch.Tensor | GradientEdge],
+    grads: Sequence[torch.Tensor | None],
+    *,
+    leaves: Sequence[GradientEdge] | None = None,
+    keep_graph: bool = False,
+) -> None:
+    """``torch.autograd.backward`` of roots that require grad; the engine itself compares the gradients with the roots.
+
+    Args:
+        roots: where it starts.
+        grads: the gradient of each root; None for one, where it is a scalar tensor.
+        leaves: which leaves it makes gradients for; None for all.
+        keep_graph: whether the graph can be run again.
+    """
+    if any(grad is None for grad in grads):
+        torch.autograd.backward(roots, grads, retain_graph=keep_graph, inputs=leaves)  # type: ignore[arg-type]
         return
-    _run_engine(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    wanted = () if leaves is None else tuple(leaves)
+    _run_engine(tuple(roots), tuple(grads), keep_graph, False, wanted, allow_unreachable=True, accumulate_grad=True)
 
 
 def has_saved_tensor_hooks(node: Node) -> bool:

@@ -6,11 +6,8 @@ operation on one gives another. So glue runs on them as it is written, and what 
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +15,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode
+from ._frames import source_line
 from ._leaves import tensors_in, with_tensors
+from ._needs import needing
 
 # Of these only the shape of the tensor counts, so they give real tensors.
-_BY_SHAPE = frozenset(
+BY_SHAPE = frozenset(
     f"{kind}_like" for kind in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")
 ) | frozenset(f"new_{kind}" for kind in ("zeros", "ones", "full", "empty", "tensor", "empty_strided"))
 # By these Python looks at the data.
@@ -51,12 +50,18 @@ class Absence:
 
     Args:
         device: where a tensor on the meta device is taken to be.
+        tracks: whether an absent tensor needs a gradient exactly if the real one would; otherwise it may say that it needs none.
+
+    Attributes:
+        overwrote: the real tensors that the last operation wrote absent data into.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, tracks: bool = True) -> None:
         self.device = device
+        self.tracks = tracks
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._overwritten: dict[int, torch.Tensor] = {}  # by storage
+        self.overwrote: list[torch.Tensor] = []
+        self._overwritten: dict[int, tuple[torch.Tensor, bool]] = {}  # by storage; and whether it needs a gradient now
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """An absent tensor that looks like this one, without grad."""
@@ -65,6 +70,13 @@ class Absence:
             if tensor.layout is not torch.strided:
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Likewise one that needs a gradient if this one does."""
+        absent = self.of(tensor)
+        if not self.tracks or not self.needs_grad(tensor):
+            return absent
+        return absent.requires_grad_() if tensor.is_leaf and tensor.requires_grad else needing(absent)
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Likewise for a module: a parameter stays one."""
@@ -81,10 +93,16 @@ class Absence:
             bool(self._overwritten) and not tensor.is_meta and memory_of(tensor) in self._overwritten
         )
 
+    def needs_grad(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor needs a gradient, also where what needs one was written into it."""
+        if tensor.requires_grad or not self._overwritten or isinstance(tensor, FakeTensor) or tensor.is_meta:
+            return tensor.requires_grad
+        return self._overwritten.get(memory_of(tensor), (None, False))[1]
+
     @staticmethod
     def gives_absent(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a function of torch takes absent tensors alone, changes none of them, and gives more of them."""
-        if name in _BY_SHAPE or name in _READS or name in HOOKS or writes(name) or "out" in kwargs:
+        """Whether a function of torch takes absent tensors alone, and gives more of them."""
+        if name in BY_SHAPE or name in _READS or name in HOOKS or writes(name) or "out" in kwargs:
             return False
         given = [*tensors_in(args), *tensors_in(kwargs)]
         return bool(given) and all(isinstance(tensor, FakeTensor) for tensor in given)
@@ -96,28 +114,30 @@ class Absence:
             NeedsDataError: the function needs an absent tensor's data.
         """
         given = [*tensors_in(args), *tensors_in(kwargs)]
+        self.overwrote = []
         if not any(map(self.is_absent, given)):
             return func(*args, **kwargs)
         name = func.__name__
-        if name in _BY_SHAPE and not any(map(self.is_absent, looked_into(name, args, kwargs))):
+        if name in BY_SHAPE and not any(map(self.is_absent, looked_into(name, args, kwargs))):
             return func(*_stand_ins(args), **_stand_ins(kwargs))
         if name in HOOKS:
             return RemovableHandle(OrderedDict())  # its gradient is not here
-        target = kwargs.get("out", args[0] if args and writes(name) else None)
-        written = [one for one in tensors_in(target) if not isinstance(one, FakeTensor)]
-        for one in written:  # real so far, but not what will be read from it
-            self._overwritten[memory_of(one)] = one
+        absent = {id(one): one if isinstance(one, FakeTensor) else self.like(one) for one in given}
+        used = [absent[id(one)] for one in given]
+        before, following = versions(used), iter(used)
+        absent_args, absent_kwargs = with_tensors(args, following), with_tensors(dict(kwargs), following)
         try:
-            out = func(
-                *with_tensors(args, map(self._as_absent, tensors_in(args))),
-                **with_tensors(dict(kwargs), map(self._as_absent, tensors_in(kwargs))),
-            )
+            out = func(*absent_args, **absent_kwargs)
         except DATA_ERRORS as error:
             raise NeedsDataError(source_line(name)) from error
-        return out if not written or out is None else target
-
-    def _as_absent(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.of(tensor)
+        for number in written(func, absent_args, absent_kwargs, used, before):
+            if not isinstance(given[number], FakeTensor):  # real so far, but not what will be read from it
+                self._overwritten[memory_of(given[number])] = (given[number], used[number].requires_grad)
+                self.overwrote.append(given[number])
+        back = {id(stand_in): one for stand_in, one in zip(used, given, strict=True) if stand_in is not one}
+        if back and any(id(leaf) in back for leaf in tensors_in(out)):  # what it was given
+            return with_tensors(out, (back.get(id(leaf), leaf) for leaf in tensors_in(out)))
+        return out
 
 
 def reads(name: str, args: tuple[Any, ...]) -> bool:
@@ -133,7 +153,7 @@ def reads(name: str, args: tuple[Any, ...]) -> bool:
 
 def looked_into(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors whose data a function of torch may use: not the one of which ``zeros_like`` and its kind take the shape."""
-    if name in _BY_SHAPE:
+    if name in BY_SHAPE:
         args, kwargs = args[1:], {key: value for key, value in kwargs.items() if args or key != "input"}
     return [*tensors_in(args), *tensors_in(kwargs)]
 
@@ -148,7 +168,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def writes(name: str) -> bool:
-    """Whether a function of torch changes its first argument, going by its name."""
+    """Whether a function of torch says in its name that it changes its first argument."""
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or (
             name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
@@ -156,18 +176,39 @@ def writes(name: str) -> bool:
     return name.endswith("_")
 
 
-def source_line(what: str) -> str:
-    """Where in the model's own code something happens, for a message."""
-    frame = sys._getframe(1)
-    here = Path(__file__).parent
-    torch_folder = Path(torch.__file__).parent
-    while frame.f_back is not None:
-        path = Path(frame.f_code.co_filename)
-        if here not in path.parents and torch_folder not in path.parents:
-            text = linecache.getline(str(path), frame.f_lineno).strip()
-            return f"{what} in {path.name}:{frame.f_lineno}: {text!r}"
-        frame = frame.f_back
-    return what
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor was changed in place so far, as far as torch counts it."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def written(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    given: Sequence[torch.Tensor],
+    before: Sequence[int],
+) -> list[int]:
+    """Which of the tensors that a function of torch was given it has changed.
+
+    Args:
+        func: the function.
+        args: what it was given.
+        kwargs: likewise.
+        given: the tensors in these.
+        before: their versions before the call.
+    """
+    name = func.__name__
+    named = [*tensors_in(kwargs.get("out", args[:1] if writes(name) else ()))]
+    if name in ("batch_norm", "native_batch_norm") and (args[5] if len(args) > 5 else kwargs.get("training")):
+        # It does not count these.
+        first = 1 if func is torch.nn.functional.batch_norm else 3
+        named += tensors_in((args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")))
+    after = versions(given)
+    return [
+        number
+        for number, one in enumerate(given)
+        if after[number] != before[number] or any(one is other for other in named)
+    ]
 
 
 def _stand_ins(value: Any) -> Any:

@@ -50,6 +50,8 @@ class StageForward:
         self._is_given = everywhere or stage == 0
         self._control = control
         self._absence = absence
+        self._absence.tracks = any(one.asks for one in look.ways.recordings)
+        self._measures = any(one.measures for one in look.ways.recordings)
         self._templates = Templates(absence)
         self._routes = routes(look.ways, plan.parts)
         self._ways = {route.number: route.ways for start in self._routes for route in start.walk()}
@@ -75,7 +77,16 @@ class StageForward:
         if self._writes:
             copies = {number: one.clone() for number, one in enumerate(tensors_in(named))}
             named = replaced(named, copies)
-        glue = StageGlue(route, self._examples, taken, self._plan.outputs, self._absence, self._templates)
+        glue = StageGlue(
+            route,
+            self._examples,
+            taken,
+            self._plan.outputs,
+            self._absence,
+            self._templates,
+            self._control.shadows,
+            measures=self._measures,
+        )
         self._give_inputs(glue, named)
         args, kwargs = self._look.inputs.call(named)
         result = None

@@ -1,9 +1,11 @@
-"""What encloses an operation of glue: a checkpoint, which runs it again in backward, or an autograd function."""
+"""Where in the code an operation of glue is: its line, and what encloses it: a checkpoint, which runs it again, or a function."""
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import attrs
@@ -12,6 +14,9 @@ import torch.utils.checkpoint
 
 from ._leaves import tensors_in
 
+_HERE = Path(__file__).parent
+_TORCH = Path(torch.__file__).parent
+_ROUTERS = frozenset((torch._tensor.__file__, torch.overrides.__file__))  # through these others call
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _FUNCTION = torch.autograd.function.__file__
 
@@ -44,6 +49,30 @@ def enclosing(outside: FrameType) -> Enclosing:
             function = frame
     given = None if function is None else tuple(tensors_in(function.f_locals.get("args", ())))
     return Enclosing(checkpoint, given)
+
+
+def source_line(what: str) -> str:
+    """Where in the model's own code something happens, for a message."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_back is not None:
+        path = Path(frame.f_code.co_filename)
+        if _HERE not in path.parents and _TORCH not in path.parents:
+            text = linecache.getline(str(path), frame.f_lineno).strip()
+            return f"{what} in {path.name}:{frame.f_lineno}: {text!r}"
+        frame = frame.f_back
+    return what
+
+
+def is_asked_by_model() -> bool:
+    """Whether the model's code, and not torch's own or this package, is what a function mode is called for."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_code.co_filename in _ROUTERS:
+        frame = frame.f_back
+    parents = [] if frame is None else Path(frame.f_code.co_filename).parents
+    return frame is not None and _HERE not in parents and _TORCH not in parents
 
 
 def _inside(outside: FrameType) -> Iterator[FrameType]:

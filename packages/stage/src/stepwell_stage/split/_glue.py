@@ -17,8 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .._compat import current_function_mode
 from ..exceptions import StageUsageError
-from ._absent import HOOKS, Absence, NeedsDataError, source_line
+from ._absent import BY_SHAPE, HOOKS, Absence, NeedsDataError
+from ._frames import is_asked_by_model, source_line
 from ._leaves import tensors_in, with_tensors
+from ._questions import FOLLOWED, MEASURES, UNTOLD
 from ._templates import Example, Templates
 from ._ways import Route
 
@@ -48,13 +50,34 @@ class Glue(TorchFunctionMode):
         name = func.__name__
         if name in ("__get__", "__set__"):
             attribute: str = func.__self__.__name__  # type: ignore[attr-defined]
+            if name == "__get__" and (attribute in FOLLOWED or (attribute in UNTOLD and attribute != "grad")):
+                self.asked(attribute, args[0])
+            elif attribute in MEASURES:
+                self.measured(args[0])
             if attribute not in _TENSOR_ATTRIBUTES or (name == "__set__" and attribute != "data"):
                 return func(*args, **(kwargs or {}))
+        elif name in UNTOLD:
+            for tensor in tensors_in(args):
+                self.asked(name, tensor)
+        elif name in MEASURES or name in BY_SHAPE:
+            for tensor in tensors_in(args[:1]):
+                self.measured(tensor)
         return self.operation(func, name, args, kwargs or {})
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One operation of glue."""
         raise NotImplementedError
+
+    def asked(self, what: str, tensor: torch.Tensor) -> None:
+        """Python asks for something of a tensor that is neither its data nor its shape.
+
+        Raises:
+            StageUsageError: it is not here.
+        """
+        raise NotImplementedError
+
+    def measured(self, tensor: torch.Tensor) -> None:
+        """Python asks for the shape of a tensor."""
 
     def unit(
         self, name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -90,6 +113,8 @@ class StageGlue(Glue):
         outputs: how many it has.
         absence: makes absent tensors.
         templates: what units of other stages return.
+        shadows: of the stage's own units, what other stages have in their place.
+        measures: whether the shapes of what units make matter to anybody.
 
     Attributes:
         route: of the ways, those that it may still be.
@@ -105,6 +130,9 @@ class StageGlue(Glue):
         outputs: int,
         absence: Absence,
         templates: Templates,
+        shadows: Mapping[str, nn.Module],
+        *,
+        measures: bool,
     ) -> None:
         super().__init__()
         self.route = route
@@ -114,6 +142,8 @@ class StageGlue(Glue):
         self._received = received
         self._absence = absence
         self._templates = templates
+        self._shadows = shadows
+        self._measures = measures
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
@@ -144,13 +174,23 @@ class StageGlue(Glue):
             self._made(number, name, leaves)
         return out
 
+    def asked(self, what: str, tensor: torch.Tensor) -> None:
+        """See :meth:`Glue.asked`."""
+        is_absent = self._absence.is_absent(tensor)
+        if is_absent and what in FOLLOWED and not self._absence.tracks and not isinstance(tensor, nn.Parameter):
+            raise StageUsageError(
+                f"{source_line(what)} asks a value that this stage does not have, and no example asked there: split with an"
+                " example for this way too (ways=)"
+            )
+        if is_absent or any(tensor is one for one in self._received):
+            check_told(what, tensor)
+
     def _check_hook(self, name: str) -> None:
         """Refuse what no example showed: several stages may have a part of this gradient, or the one that has it has stopped."""
         if self.count not in self.route.hooked:
             raise StageUsageError(
-                f"{source_line(name)} asks for a gradient where no example did. Examples are looked at without gradients, so"
-                " ask for torch.is_grad_enabled() before it, not for requires_grad; or make the module that does it a unit"
-                " (units=)"
+                f"{source_line(name)} asks for a gradient where no example did: split with an example for this way too (ways=),"
+                " and with gradients enabled; or make the module that does it a unit (units=)"
             )
 
     def unit_call(
@@ -167,11 +207,12 @@ class StageGlue(Glue):
                     " example, or a hook took the value out of a unit of another stage; split with an example for this way too"
                     " (ways=)"
                 )
+            known = self._templates.elsewhere(example, name, self._shadows[name], args, kwargs)
             start = time.perf_counter()
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start
-            if example is not None:
-                example.check(name, out)
+            if known is not None:
+                known.check(name, out, needs=self._absence.tracks, shapes=self._measures)
         else:
             out = self._templates.known(example, name, module, call, args, kwargs).result()
             taken = route.part.takes.get(number)
@@ -224,3 +265,17 @@ class StageGlue(Glue):
             " examples show, and what hooks take out of other stages' units is not there: split with an example for this way too"
             " (ways=), or make what decides part of a unit (units=)"
         )
+
+
+def check_told(what: str, tensor: torch.Tensor) -> None:
+    """Refuse what of a tensor that stages have not in common cannot be told, unless torch's own code asks for it.
+
+    Raises:
+        StageUsageError: it cannot.
+    """
+    if what in ("requires_grad", "is_leaf") or (what in FOLLOWED and tensor.grad_fn is None) or not is_asked_by_model():
+        return
+    raise StageUsageError(
+        f"{source_line(what)} asks for {what} of a value that units make, which is another on each stage, or none: make the"
+        " module that asks for it a unit (units=)"
+    )

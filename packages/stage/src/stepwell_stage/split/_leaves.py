@@ -45,6 +45,18 @@ def hidden_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(getattr(value, "__dict__", None))
 
 
+def contents(value: Any) -> list[Any]:
+    """What is in containers, however deep, as it can be compared later on: tensors are what they are, others what they say."""
+    if isinstance(value, Mapping):
+        return [len(value), *(one for key, item in value.items() for one in (key, *contents(item)))]
+    if isinstance(value, tuple | list):
+        return [len(value), *(one for item in value for one in contents(item))]
+    names = None if type(value) in _EMPTY else _fields(value)
+    if names is not None:
+        return [one for name in names for one in contents(getattr(value, name, None))]
+    return [value if isinstance(value, _PLAIN) else id(value)]
+
+
 def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
     """The same value with others in the tensors' places, in order. What holds none of them is not copied."""
     if isinstance(value, torch.Tensor):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+import random
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import nn
 
+from .._compat import quiet_fakes
 from ..exceptions import StageUsageError
 from ..run._probe import undisturbed
 from ._absent import Absence, NeedsDataError
@@ -16,6 +20,7 @@ from ._hold import constants, of_units
 from ._inputs import Inputs, Kinds
 from ._leaves import tensors_in, with_tensors
 from ._own import copy_structure, named_tensors
+from ._poison import UnitState
 from ._record import Recorder
 from ._state import GlueState
 from ._templates import Example, Templates
@@ -42,6 +47,11 @@ class Sight:
 _Found: TypeAlias = tuple[Hashable, Sight, str]
 """The kind of an example, what it showed, and what messages call it."""
 
+_Mode: TypeAlias = tuple[bool, bool]
+"""Whether the model is in training, and whether gradients are enabled."""
+
+_MODES: dict[_Mode, str] = {(True, True): "training", (False, False): "evaluation"}
+
 
 @attrs.frozen(eq=False)
 class Look:
@@ -55,8 +65,10 @@ class Look:
         candidates: what may be units.
         units: those that are called.
         sights: what each example showed.
-        ways: the ways that they went, made to agree; behind those of the examples those that only the model's other mode goes.
+        ways: the ways that they went, made to agree; behind those of the examples those that the model goes only in another mode
+            or when it is called again.
         labels: what messages call each way.
+        way_kinds: which kind of inputs each way is for.
     """
 
     model: nn.Module
@@ -68,6 +80,7 @@ class Look:
     sights: Sequence[Sight]
     ways: Ways
     labels: tuple[str, ...]
+    way_kinds: tuple[Hashable, ...]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -103,14 +116,19 @@ def look_at(model: nn.Module, kinds: Kinds, names: Sequence[str], *, with_time: 
     units = {name: model.get_submodule(name) for name in names}
     _check_hooks(model, units)
     device = _device(model, kinds.examples)
-    sights = [_look_at(model, kinds.inputs, example, units, device, with_time=with_time) for example in kinds.examples]
-    labels = ("the example", *(f"ways[{number}]" for number in range(len(sights) - 1)))
-    ways, called = _join(units, list(zip(kinds.kinds, sights, labels, strict=True)))
-    return Look(model, kinds.inputs, kinds, device, units, called, sights, ways, labels)
+    mode = (model.training, torch.is_grad_enabled())
+    every = [_look_at(model, kinds.inputs, one, units, device, mode, with_time=with_time) for one in kinds.examples]
+    labels = ("the example", *(f"ways[{number}]" for number in range(len(every) - 1)))
+    found: list[_Found] = [(kind, one[0], label) for kind, one, label in zip(kinds.kinds, every, labels, strict=True)]
+    for kind, more, label in zip(kinds.kinds, every, labels, strict=True):
+        _add(found, kind, more[1:], f"{label}, called again")
+    ways, called = _join(units, found)
+    every_kind, sights, labels = zip(*found, strict=True)
+    return Look(model, kinds.inputs, kinds, device, units, called, sights, ways, labels, every_kind)
 
 
-def look_in_other_mode(look: Look) -> Look | None:
-    """The same with what the examples show in the other of training and evaluation, where glue asks which it is.
+def look_in_other_modes(look: Look) -> Look | None:
+    """The same with what the examples show in training and in evaluation, where glue asks which it is.
 
     Returns:
         None if that is nothing new.
@@ -119,24 +137,30 @@ def look_in_other_mode(look: Look) -> Look | None:
         StageUsageError: it cannot be joined with the ways that are known.
     """
     model, kinds = look.model, look.kinds
-    found = list(zip(kinds.kinds, look.sights, look.labels, strict=True))
-    known = {(kind, sight.recording.names) for kind, sight, _ in found}
-    training = not model.training
-    for kind, example, label in zip(kinds.kinds, kinds.examples, look.labels, strict=True):
-        try:
-            sight = _look_at(
-                model, kinds.inputs, example, look.candidates, look.device, with_time=False, training=training
-            )
-        except Exception:  # it cannot run so, whatever its own code says
+    found = list(zip(look.way_kinds, look.sights, look.labels, strict=True))
+    for mode, name in _MODES.items():
+        if mode == (model.training, torch.is_grad_enabled()):
             continue
-        if (kind, sight.recording.names) not in known:
-            known.add((kind, sight.recording.names))
-            found.append((kind, sight, f"{label} in {'training' if training else 'evaluation'}"))
+        for kind, example, label in zip(kinds.kinds, kinds.examples, look.labels, strict=False):
+            try:
+                seen = _look_at(model, kinds.inputs, example, look.candidates, look.device, mode, with_time=False)
+            except Exception:  # it cannot run so, whatever its own code says
+                continue
+            _add(found, kind, seen, f"{label} in {name}")
     if len(found) == len(look.sights):
         return None
     ways, called = _join(look.candidates, found)
-    _, sights, labels = zip(*found, strict=True)
-    return attrs.evolve(look, units=called, sights=sights, ways=ways, labels=labels)
+    every, sights, labels = zip(*found, strict=True)
+    return attrs.evolve(look, units=called, sights=sights, ways=ways, labels=labels, way_kinds=every)
+
+
+def _add(found: list[_Found], kind: Hashable, sights: Sequence[Sight], label: str) -> None:
+    """Add what goes another way than what is known."""
+    known = {(kind, sight.recording.names) for kind, sight, _ in found}
+    for sight in sights:
+        if (kind, sight.recording.names) not in known:
+            known.add((kind, sight.recording.names))
+            found.append((kind, sight, label))
 
 
 def _join(units: Mapping[str, nn.Module], found: Sequence[_Found]) -> tuple[Ways, dict[str, nn.Module]]:
@@ -154,11 +178,11 @@ def _look_at(
     named: Mapping[str, Any],
     units: Mapping[str, nn.Module],
     device: torch.device,
+    mode: _Mode,
     *,
     with_time: bool,
-    training: bool | None = None,
-) -> Sight:
-    """Run an example: on absent tensors if that can be, else really."""
+) -> list[Sight]:
+    """Run an example: on absent tensors if that can be, else really; and again, if the model remembers that it was run."""
     on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
     if with_time and on_meta:
         raise StageUsageError(
@@ -166,19 +190,33 @@ def _look_at(
         )
     if not with_time:
         try:
-            with undisturbed(model, device):
-                return _record(model, taken, named, units, device, real=False, training=training)
+            with _undisturbed(model, device), quiet_fakes():
+                return _record(model, taken, named, units, device, mode, real=False)
         except NeedsDataError as error:
             if on_meta:
                 raise StageUsageError(
                     f"{type(model).__name__} decides by data how it goes on: {error.what}; on the meta device there is none: give"
                     " the model values before it is split"
                 ) from error
-    with undisturbed(model, device):
+    with _undisturbed(model, device):
         try:
-            return _record(model, taken, named, units, device, real=True, training=training)
+            return _record(model, taken, named, units, device, mode, real=True)
         except NeedsDataError as error:
             raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards buffers and all random numbers are as before, those of Python too."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with undisturbed(model, device):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
 
 
 def _check_hooks(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
@@ -197,11 +235,10 @@ def _record(
     named: Mapping[str, Any],
     units: Mapping[str, nn.Module],
     device: torch.device,
+    mode: _Mode,
     *,
     real: bool,
-    training: bool | None,
-) -> Sight:
-    mine = _copies(named)  # glue may change them in place, and the example is the caller's
+) -> list[Sight]:
     absence = Absence(device)
     own = of_units(model, units)
     held = {name for name, _ in named_tensors(model)} if real else constants(model, own)
@@ -209,15 +246,26 @@ def _record(
     everywhere = constants(model, own)
     readable = [(name, tensor) for name, tensor in control.named.items() if name not in everywhere]
     originals = {} if real else {id(parameter): name for name, parameter in model.named_parameters()}
-    if training is not None:
-        copy.train(training)
-    recorder = Recorder(absence, None if real else Templates(absence), mine, readable, originals)
-    args, kwargs = taken.call(mine)
-    with control.running(recorder):
-        state = GlueState(copy, control.units)
-        result = copy(*args, **kwargs)
-        changes = state.changes(recorder.was_written)
-    return Sight(recorder.finish(result, changes), recorder.examples, recorder.seconds)
+    if copy.training != mode[0]:
+        copy.train(mode[0])
+    templates, owned = None if real else Templates(absence), {name: control.named[name] for name in own}
+    plain, before = UnitState(), None
+    sights: list[Sight] = []
+    while len(sights) < 2:
+        mine = _copies(named)  # glue may change them in place, and the example is the caller's
+        recorder = Recorder(absence, templates, mine, readable, originals, owned, plain, before)
+        args, kwargs = taken.call(mine)
+        with torch.set_grad_enabled(mode[1]), control.running(recorder):
+            state = GlueState(copy, control.units)
+            result = copy(*args, **kwargs)
+            after = state.now()
+        changes = state.changes(after, recorder.was_written)
+        sights.append(Sight(recorder.finish(result, changes), recorder.examples, recorder.seconds))
+        absence.forget()
+        if not changes and not plain.is_changed:
+            break
+        before = recorder
+    return sights
 
 
 def branches(model: nn.Module) -> Branch:

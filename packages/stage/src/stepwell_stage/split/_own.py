@@ -33,6 +33,7 @@ class Control:
         there.
         foreign: units of other stages.
         units: all units of the copy.
+        shadows: of units that are there, by name, what other stages have in their place.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Control:
         hidden: Sequence[tuple[dict[str, Any], dict[str, Any]]],
         foreign: Sequence[nn.Module],
         units: Sequence[nn.Module],
+        shadows: Mapping[str, nn.Module],
     ) -> None:
         self.glue: Glue | None = None
         self.named = named
         self.units = units
+        self.shadows = shadows
         self._root = root
-        self._foreign = foreign
+        self._foreign = (*foreign, *shadows.values())
         self._hidden = hidden
         self._nothing = [(place, dict.fromkeys(what)) for place, what in hidden]
         self._training = root.training
@@ -127,12 +130,23 @@ def copy_structure(
             mine = {name: value for name, value in place.items() if id(value) in away}
             if mine:
                 hidden.append((place, mine))
-    control = Control(new, named, hidden, foreign, [memo[id(unit)] for unit in units.values()])
+    shadows = _shadows(model, {name: unit for name, unit in units.items() if name in own}, absence)
+    control = Control(new, named, hidden, foreign, [memo[id(unit)] for unit in units.values()], shadows)
     for name, unit in units.items():
-        mine = memo[id(unit)]
-        vars(mine)[_OWN] = (control, name)
-        mine.__class__ = _unit_class(mine.__class__)
+        _watch(memo[id(unit)], control, name)
     return new, control
+
+
+def _shadows(model: nn.Module, units: Mapping[str, nn.Module], absence: Absence) -> dict[str, nn.Module]:
+    """Units as they are on stages that do not have them."""
+    if not units:
+        return {}
+    memo: dict[int, Any] = {}
+    for _, tensor in named_tensors(model):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = absence.parameter(tensor)
+    copy.deepcopy(model, memo)
+    return {name: memo[id(unit)] for name, unit in units.items()}
 
 
 def _forget_meta(root: nn.Module, foreign: Sequence[nn.Module], absence: Absence) -> set[int]:
@@ -166,24 +180,46 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def _watch(unit: nn.Module, control: Control, name: str) -> None:
+    """Let a unit ask how it is to be called, also where its forward is called by its name; its class stays what it is.
+
+    Only a class that has a ``__call__`` of its own is another one then, for Python takes that from the class.
+    """
+    inside = vars(unit)
+    inside[_OWN] = (control, name)
+    inside["forward"] = functools.partial(_ask, unit, unit.forward)
+    if type(unit).__call__ is not nn.Module.__call__:
+        unit.__class__ = _unit_class(type(unit))  # type: ignore[arg-type]
+        return
+    inside["_compiled_call_impl"] = functools.partial(_ask, unit, unit._call_impl)
+    inside["compile"] = functools.partial(_compile, unit)
+    for method in ("forward", "compile"):
+        functools.update_wrapper(inside[method], getattr(type(unit), method))
+
+
+def _ask(unit: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # what compiles a unit is within it
+        return method(*args, **kwargs)
+    control, name = vars(unit)[_OWN]
+    if control.glue is None or control.glue.inside:
+        return method(*args, **kwargs)
+    return control.glue.unit(name, unit, method, args, kwargs)
+
+
+def _compile(unit: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """What ``compile`` of a module does, within what is asked."""
+    vars(unit)["_compiled_call_impl"] = functools.partial(_ask, unit, torch.compile(unit._call_impl, *args, **kwargs))
+
+
 @functools.cache
 def _unit_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same class, whose instances ask how they are to be called, also where their forward is called by its name."""
+    """The same class, whose instances ask how they are to be called."""
 
-    def asking(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # what compiles a unit is within it
-                return method(self, *args, **kwargs)
-            control, name = vars(self)[_OWN]
-            if control.glue is None or control.glue.inside:
-                return method(self, *args, **kwargs)
-            return control.glue.unit(name, self, functools.partial(method, self), args, kwargs)
+    @functools.wraps(kind.__call__)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _ask(self, functools.partial(kind.__call__, self), *args, **kwargs)
 
-        return call
-
-    methods = {"__call__": asking(kind.__call__), "forward": asking(kind.forward)}
-    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

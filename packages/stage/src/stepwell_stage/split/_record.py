@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -16,16 +17,20 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import TorchDispatchMode, is_transformed
 from ..exceptions import StageUsageError
-from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, source_line, writes
-from ._frames import Enclosing, enclosing
-from ._glue import Glue
-from ._leaves import hidden_in, tensors_in, with_tensors
-from ._templates import Effects, Example, Templates
+from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
+from ._frames import Enclosing, enclosing, source_line
+from ._glue import Glue, check_told
+from ._leaves import contents, hidden_in, tensors_in, with_tensors
+from ._needs import needing
+from ._poison import UnitState
+from ._questions import FOLLOWED
+from ._templates import Effects, Example, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
 
 _Made: TypeAlias = "dict[int, tuple[weakref.ref[torch.Tensor], str]]"
 _CHANGED = "it is changed in place"
 _UNSEEN = "it is made where nothing is seen"
+_UNKNOWN = "a tensor of unknown origin"
 
 
 def _stays_in(around: Enclosing) -> str:
@@ -51,6 +56,9 @@ class Recorder(Glue):
         inputs: the model's inputs, by name.
         held: parameters, and buffers without a value, that glue may read, by name.
         originals: names of the parameters of the model that the copy is of, by identity, where the copy has others.
+        owned: parameters and buffers of units, by name.
+        plain: watches what else units change.
+        before: what saw the forward before this one, if the model remembers that there was one.
 
     Attributes:
         examples: with real units, what each call took and gave.
@@ -64,6 +72,9 @@ class Recorder(Glue):
         inputs: Mapping[str, Any],
         held: Sequence[tuple[str, torch.Tensor]],
         originals: Mapping[int, str],
+        owned: Mapping[str, torch.Tensor],
+        plain: UnitState,
+        before: Recorder | None,
     ) -> None:
         super().__init__()
         self.examples: dict[int, Example] = {}
@@ -88,6 +99,10 @@ class Recorder(Glue):
         self._hooked: list[tuple[int, int]] = []
         self._originals = originals
         self._singles: set[int] = set()
+        self._asks = self._measures = False
+        self._owned = {memory_of(tensor): name for name, tensor in owned.items()}
+        self._plain = plain
+        self._before = before
         self._inputs: list[tuple[str, torch.Tensor]] = []
         for name, value in inputs.items():
             self._inputs += ((name, tensor) for tensor in tensors_in(value))
@@ -103,6 +118,7 @@ class Recorder(Glue):
             result: what it returned.
             changes: what it left changed of the model beside the units: before and after.
         """
+        self._check_kept()
         results = tuple(self._position(tensor) for tensor in tensors_in(result))
         state = {
             name: self._position(after)
@@ -120,6 +136,8 @@ class Recorder(Glue):
             bool(changes),
             self._checkpointed(),
             frozenset(self._singles),
+            self._asks,
+            self._measures,
         )
 
     def was_written(self, tensor: torch.Tensor) -> bool:
@@ -181,28 +199,57 @@ class Recorder(Glue):
         if reads(name, args):
             line = source_line(name)
             self._reads += (Read(self.count, position, line) for position in parents)
+        before = versions(given)
         with Draws() as draws:
             out = self._absence.run(func, args, kwargs)
+        changed = [given[number] for number in written(func, args, kwargs, given, before)]
+        changed += (one for one in self._absence.overwrote if all(one is not other for other in changed))
+        self._check_owned(name, changed)
         leaves = list(tensors_in(out))
         if name in HOOKS:
             self._alone(parents[0])
-        if not leaves:
-            if writes(name) and given:  # as __setitem__, which gives nothing
-                key = (self.count, -1)
-                self._add(given[0], key, Origin.GLUE, name, parents, stays=_CHANGED, is_drawn=draws.any)
-            return out
         number = self.count
-        self.count += 1
-        self._names.append(name)
+        if leaves:
+            self.count += 1
+            self._names.append(name)
         if isinstance(out, torch.Tensor):
             self._singles.add(number)
-        changes = writes(name) or "out" in kwargs
+        for one in changed:
+            if all(one is not leaf for leaf in leaves):  # as by __setitem__, which gives nothing
+                self._add(one, (number, -1), Origin.GLUE, name, parents, stays=_CHANGED, is_drawn=draws.any)
         for index, leaf in enumerate(leaves):
-            if any(leaf is one for one in given) and not changes:
+            is_changed = any(leaf is one for one in changed)
+            if any(leaf is one for one in given) and not is_changed:
                 continue  # the argument itself, such as a dropout's that drops nothing: still what it was
-            stays = _CHANGED if changes else _stays_in(around)
+            stays = _CHANGED if is_changed else _stays_in(around)
             self._add(leaf, (number, index), Origin.GLUE, name, parents, stays=stays, is_drawn=draws.any)
         return out
+
+    def asked(self, what: str, tensor: torch.Tensor) -> None:
+        """See :meth:`Glue.asked`."""
+        if self._templates is not None and not self._absence.is_absent(tensor):
+            return
+        if self._templates is None and not self._is_made(tensor):
+            return
+        if what in FOLLOWED and not isinstance(tensor, nn.Parameter):
+            self._asks = True
+        check_told(what, tensor)
+
+    def measured(self, tensor: torch.Tensor) -> None:
+        """See :meth:`Glue.measured`."""
+        if not self._measures:
+            self._measures = self._absence.is_absent(tensor) if self._templates is not None else self._is_made(tensor)
+
+    def _is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor comes from a unit."""
+        seen = self._seen.get(id(tensor))
+        todo = [] if seen is None else [seen.position]
+        while todo:
+            value = self._values[todo.pop()]
+            if value.origin is Origin.CALL:
+                return True
+            todo += value.parents
+        return False
 
     def unit_call(
         self, name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -220,23 +267,30 @@ class Recorder(Glue):
         self._check_plain(name, given)
         if self._templates is None:
             start = time.perf_counter()
-            versions = [tensor._version for tensor in given]
+            before, content = versions(given), contents((args, kwargs))
             with Inside(name, self._inside):
-                out = call(*args, **kwargs)
+                out = self._plain.call(name, module, (args, kwargs), functools.partial(call, *args, **kwargs))
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            # A tensor that it was given is another one on stages that do not call it.
-            out = with_tensors(
-                out, (one.view_as(one) if any(one is two for two in given) else one for one in tensors_in(out))
-            )
-            effects = Effects.of(given, versions, list(tensors_in(out)))
+            check_content(name, content, (args, kwargs))
+            # A tensor that it was given is another one on stages that do not call it; and its graph is not needed.
+            out = with_tensors(out, map(functools.partial(_apart, given), tensors_in(out)))
+            effects = Effects.of(given, before, list(tensors_in(out)))
             self.examples[number] = Example(given, out, effects, self._absence)
         else:
+            made = functools.partial(self._templates.known, None, name, module, call, args, kwargs)
             try:
                 with Inside(name, self._inside):
-                    known = self._templates.known(None, name, module, call, args, kwargs)
+                    known = self._plain.call(name, module, (args, kwargs), made)
+            except StageUsageError:
+                raise
             except Exception as error:  # whatever torch or the module says when there is no data
                 raise NeedsDataError(f"unit {name!r} ({type(module).__name__}): {error}") from error
             out, effects = known.result(anew=True), known.effects
+            if known.attributes:
+                raise StageUsageError(
+                    f"unit {name!r} gives a tensor with an attribute {known.attributes[0]!r}, which stages that receive it do not"
+                    " have: return that beside it"
+                )
         for index in effects.changed:
             self._add(given[index], (number, -1), Origin.CALL, name, inputs, stays=_CHANGED)
         leaves = list(tensors_in(out))
@@ -255,6 +309,32 @@ class Recorder(Glue):
                 " through a closure, a lambda or a function that was made beforehand, which no copy of the model changes; reach"
                 " modules and parameters through self"
             )
+
+    def _check_owned(self, name: str, changed: Sequence[torch.Tensor]) -> None:
+        """Glue may not change what is a unit's: a stage stops when nothing is left to compute, and others have it not."""
+        names = (self._owned.get(memory_of(one)) for one in changed)
+        owned = next((name for name in names if name is not None), None)
+        if owned is not None:
+            raise StageUsageError(
+                f"{source_line(name)} changes {owned!r}, which is a unit's, outside of the unit, and other stages do not have it:"
+                " do it after the step, or make the module that does it a unit (units=)"
+            )
+
+    def _check_kept(self) -> None:
+        """What a unit wrote into something of its own, glue may not have used, for others have it as it was."""
+        used = {parent for value in self._values for parent in value.parents}
+        used |= {position for call in self._calls for position in call.inputs} | {read.value for read in self._reads}
+        for identity, (made, unit) in self._inside.items():
+            seen = self._seen.get(identity)
+            if seen is None or made() is not seen.tensor or seen.position not in used:
+                continue
+            value = self._values[seen.position]
+            if value.origin is Origin.HELD or value.name == _UNKNOWN:
+                what = repr(value.name) if value.origin is Origin.HELD else "a tensor"
+                raise StageUsageError(
+                    f"the forward uses {what} outside of unit {unit!r}, which changes it, and stages that do not have this unit"
+                    " have it as it was: return it from the unit, or make the module that uses it a unit (units=)"
+                )
 
     def _check_plain(self, name: str, given: Sequence[torch.Tensor]) -> None:
         if any(map(is_transformed, given)):
@@ -320,12 +400,15 @@ class Recorder(Glue):
                     " was given, other stages do not see; return it, in a tuple, list, dict or dataclass, or make the module that"
                     " takes it a unit (units=)"
                 )
+            if self._before is not None and self._before._is_made(tensor):
+                raise StageUsageError(
+                    f"{source_line('the forward')} takes what an earlier forward has made of what units make, and each stage"
+                    " would go on with another one; make the module that keeps it a unit (units=)"
+                )
             origin_unknown = self._absence.is_absent(tensor)
             # Made where nothing is seen. A real one is a constant of the model; an absent one may come of anything.
             parents = tuple(range(len(self._values))) if origin_unknown else ()
-            return self._add(
-                tensor, (self.count, -1), Origin.ALIAS, "a tensor of unknown origin", parents, stays=_UNSEEN
-            )
+            return self._add(tensor, (self.count, -1), Origin.ALIAS, _UNKNOWN, parents, stays=_UNSEEN)
         writer = self._writers.get(self._memory_of(tensor)) if self._writers else None
         if writer is not None and writer > seen.position:
             self._mixed.add(self._memory_of(tensor))
@@ -337,7 +420,7 @@ class Recorder(Glue):
 
 
 class Inside(TorchFunctionMode):
-    """Remembers which tensors are made in a unit.
+    """Remembers which tensors are made or changed in a unit.
 
     Args:
         unit: its name.
@@ -353,10 +436,23 @@ class Inside(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One operation."""
-        out = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(out):
+        kwargs = kwargs or {}
+        if func.__name__ == "__set__" and func.__self__.__name__ != "data":  # type: ignore[attr-defined]
+            return func(*args, **kwargs)
+        given = [*tensors_in(args), *tensors_in(kwargs)]
+        before = versions(given)
+        out = func(*args, **kwargs)
+        changed = [given[number] for number in written(func, args, kwargs, given, before)]
+        for tensor in (*(leaf for leaf in tensors_in(out) if all(leaf is not one for one in given)), *changed):
             self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
         return out
+
+
+def _apart(given: Sequence[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
+    """What a unit gave, without the graph behind it."""
+    if any(made is one for one in given):
+        return made.view_as(made)
+    return needing(made.data) if made.requires_grad else made
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

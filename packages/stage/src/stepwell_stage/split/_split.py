@@ -23,7 +23,7 @@ from ._demand import Crossing, Demand, demand
 from ._forward import StageForward
 from ._hold import Holding, hold
 from ._inputs import Inputs, Kinds
-from ._look import Look, branches, look_at, look_for, look_in_other_mode
+from ._look import Look, branches, look_at, look_for, look_in_other_modes
 from ._own import copy_structure
 from ._place import order_units, place_calls
 from ._units import Branch, given_units, matching, near
@@ -126,14 +126,8 @@ class ModelSplit:
             control=control,
             absence=absence,
         )
-        own_forward = vars(module).pop("forward", None)
-        kind = type(module)
-
-        def forward(self: nn.Module, *received: Any, **inputs: Any) -> Any:
-            plain = own_forward if own_forward is not None else functools.partial(kind.forward, self)
-            return run(plain, received, inputs)
-
-        module.__class__ = type(f"{kind.__name__}Stage", (kind,), {"forward": forward, "__module__": kind.__module__})
+        plain = module.forward
+        vars(module)["forward"] = functools.update_wrapper(functools.partial(_run, run, plain), plain)
         vars(module)[_STAGE] = run
         self._modules[stage] = module
         return module
@@ -294,9 +288,9 @@ def split(
     else:
         look = look_at(model, kinds, given_units(tree, units), with_time=costs == "time")
     cut = _cut(look, stages, count, costs, inputs)
-    # Nobody asked for the other of training and evaluation: it may cost nothing, and where it cannot be had, it is refused later.
+    # Nobody asked for both training and evaluation: that may cost nothing, and where it cannot be had, it is refused later.
     with contextlib.suppress(StageUsageError):
-        wider = look_in_other_mode(look)
+        wider = look_in_other_modes(look)
         both = cut if wider is None else _cut(wider, stages, count, costs, inputs)
         return both if both.tied.keys() == cut.tied.keys() else cut
     return cut
@@ -337,6 +331,10 @@ def _cut(
     found = demand(look.ways, owners, num_stages=count, ranks=range(count), inputs_everywhere=inputs == "every")
     holding = hold(model, look.units, parts, found.stages)
     return ModelSplit(model, tuple(tuple(part) for part in parts), holding.tied, prices, inputs, look, owners, holding)
+
+
+def _run(run: StageForward, plain: Callable[..., Any], /, *received: Any, **inputs: Any) -> Any:
+    return run(plain, received, inputs)
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

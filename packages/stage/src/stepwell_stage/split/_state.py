@@ -2,13 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+import itertools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CODE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.CodeType,
+    functools.partial,
+)
+_OF_MODULES = frozenset(("_modules", "_parameters", "_buffers", "_stepwell_split"))
+
+Place: TypeAlias = tuple[str, Any, Any, Any]
+"""A name, what holds it, under which key, and what is there."""
+
+
+def plain_in(value: Any, name: str, seen: set[int], skip: set[int] = frozenset()) -> Iterator[Place]:  # type: ignore[assignment]
+    """What is kept in an object, however deep: plain values, tensors, arrays and generators of random numbers.
+
+    Args:
+        value: the object.
+        name: what it is called.
+        seen: objects that have been looked into, by identity.
+        skip: objects that are not looked into, likewise.
+    """
+    held: Any
+    if id(value) in seen or id(value) in skip or isinstance(value, (*_PLAIN, *_CODE, torch.Tensor)):
+        return
+    seen.add(id(value))
+    if isinstance(value, MutableMapping | types.MappingProxyType):
+        held = list(value.items())
+    elif isinstance(value, list | tuple | deque):
+        held = list(enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield (name, None, None, (len(value), frozenset(one for one in value if isinstance(one, _PLAIN))))
+        return
+    elif isinstance(value, nn.Module):
+        held = [(key, one) for key, one in vars(value).items() if key not in _OF_MODULES]
+        for key in ("_parameters", "_buffers"):
+            held += vars(value)[key].items()
+        value = vars(value)
+    else:
+        slots = [slot for kind in type(value).__mro__ for slot in _slots(kind)]
+        held = [(slot, getattr(value, slot)) for slot in slots if hasattr(value, slot)]
+        inside = getattr(value, "__dict__", None)
+        if isinstance(inside, dict):
+            held += inside.items()
+            value = inside
+    for key, one in held:
+        path = f"{name}.{key}" if name else str(key)
+        now = _as_plain(one)
+        if now is not _NOT_PLAIN:
+            yield path, value, key, now
+        else:
+            yield from plain_in(one, path, seen, skip)
+
+
+_NOT_PLAIN = object()
+
+
+def _as_plain(value: Any) -> Any:
+    """A value that can be compared later on, of what is looked at as a whole."""
+    if isinstance(value, (*_PLAIN, torch.Tensor)):
+        return value
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, itertools.count | itertools.cycle):
+        return repr(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+        return (value.dtype.str, value.shape, value.tobytes())
+    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        return repr(getattr(value, "bit_generator", value.__getstate__()).state)
+    return _NOT_PLAIN
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [slot for slot in slots if not slot.startswith("__")]
 
 
 class GlueState:
@@ -20,23 +106,37 @@ class GlueState:
     """
 
     def __init__(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
-        inside = {id(module) for unit in units for module in unit.modules()}
-        self._modules = [(name, module) for name, module in root.named_modules() if id(module) not in inside]
-        self._before = dict(self._now())
+        self._inside = {id(module) for unit in units for module in unit.modules()}
+        self._modules = [(name, module) for name, module in root.named_modules() if id(module) not in self._inside]
+        self._before = self.now()
 
-    def changes(self, was_written: Callable[[torch.Tensor], bool]) -> dict[str, tuple[Any, Any]]:
-        """What is not as it was, before and after, by name."""
+    def changes(
+        self, after: Mapping[str, Any], was_written: Callable[[torch.Tensor], bool]
+    ) -> dict[str, tuple[Any, Any]]:
+        """What is not as it was, before and after, by name.
+
+        Args:
+            after: the state now.
+            was_written: whether a tensor was changed in place.
+        """
         changed = {}
-        after = dict(self._now())
-        for name, was in self._before.items():
-            now = after.get(name)
+        for name in {**self._before, **after}:
+            was, now = self._before.get(name), after.get(name)
             is_other = now is not was if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor) else now != was
             if is_other or (isinstance(now, torch.Tensor) and was_written(now)):
                 changed[name] = (was, now)
         return changed
 
+    def now(self) -> dict[str, Any]:
+        """The state, by name."""
+        return dict(self._now())
+
     def _now(self) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
         for path, module in self._modules:
-            for name, value in (*vars(module).items(), *module._buffers.items(), *module._parameters.items()):
-                if value is None or isinstance(value, (torch.Tensor, *_PLAIN)):
-                    yield f"{path}.{name}" if path else name, value
+            for name, _, _, value in plain_in(module, path, seen, self._inside):
+                yield name, value
+        yield "random", random.getstate()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            yield "numpy.random", repr(numpy.random.get_state())

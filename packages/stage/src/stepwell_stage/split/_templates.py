@@ -10,9 +10,11 @@ import attrs
 import torch
 from torch import nn
 
+from .._compat import is_own_attribute
 from ..exceptions import StageUsageError
-from ._absent import Absence, memory_of
-from ._leaves import signature, tensors_in, with_tensors
+from ._absent import Absence, memory_of, versions
+from ._leaves import contents, signature, tensors_in, with_tensors
+from ._needs import needing
 
 # A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
 _Dim: TypeAlias = "int | tuple[tuple[int, int], ...]"
@@ -32,12 +34,12 @@ class Effects:
     shared: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, given: Sequence[torch.Tensor], versions: Sequence[int], made: Sequence[torch.Tensor]) -> Effects:
+    def of(cls, given: Sequence[torch.Tensor], before: Sequence[int], made: Sequence[torch.Tensor]) -> Effects:
         """From a call that has returned.
 
         Args:
             given: the tensors that it took.
-            versions: of these, before the call.
+            before: their versions, before the call.
             made: the tensors that it gave.
         """
         first: dict[int, int] = {}
@@ -45,7 +47,7 @@ class Effects:
             first.setdefault(memory_of(tensor), number)
         shared = (first[memory_of(tensor)] for tensor in made)
         return cls(
-            tuple(number for number, tensor in enumerate(given) if tensor._version != versions[number]),
+            tuple(number for number, now in enumerate(versions(given)) if now != before[number]),
             tuple(number if number < len(given) + index else None for index, number in enumerate(shared)),
         )
 
@@ -92,11 +94,37 @@ class Templates:
             kwargs: likewise.
         """
         looks = signature(args, within=True), signature(kwargs, within=True)
-        key = (name, module.training, self._autocast(), *looks, example)
+        key = (name, module.training, self._autocast(), self._needs((args, kwargs)), *looks, example)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._make(example, name, call, args, kwargs)
         return known
+
+    def elsewhere(
+        self,
+        example: Example | None,
+        name: str,
+        shadow: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Known | None:
+        """What stages that do not have a unit take it to return, and to do, for such arguments.
+
+        Args:
+            example: see :meth:`known`.
+            name: of the unit.
+            shadow: the unit as these stages have it.
+            args: what it takes.
+            kwargs: likewise.
+
+        Returns:
+            None where the arguments hold objects that the unit might change.
+        """
+        try:
+            signature(args, exact=True), signature(kwargs, exact=True)
+        except TypeError:
+            return None
+        return self.known(example, name, shadow, shadow, args, kwargs)
 
     def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an operation of glue gives: of absent tensors alone, it always looks the same.
@@ -107,13 +135,25 @@ class Templates:
         if not self._absence.gives_absent(func.__name__, args, kwargs):
             return self._absence.run(func, args, kwargs)
         try:
-            key = (number, func.__name__, self._autocast(), signature(args, exact=True), signature(kwargs, exact=True))
+            looks = signature(args, exact=True), signature(kwargs, exact=True)
         except TypeError:
             return self._absence.run(func, args, kwargs)
+        key = (number, func.__name__, self._autocast(), self._needs((args, kwargs)), *looks)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = Known(self._absence.run(func, args, kwargs))
+            given = [*tensors_in(args), *tensors_in(kwargs)]
+            before = versions(given)
+            out = self._absence.run(func, args, kwargs)
+            if versions(given) != before:  # it changes what it is given, to be done each time
+                return out
+            known = self._known[key] = Known(out)
         return known.result()
+
+    def _needs(self, given: Any) -> Hashable:
+        """Which tensors need a gradient, and whether results do."""
+        if not self._absence.tracks:
+            return None
+        return (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors_in(given)))
 
     def _autocast(self) -> torch.dtype | None:
         kind = self._absence.device.type
@@ -129,13 +169,14 @@ class Templates:
     ) -> Known:
         if example is not None:
             return Known(example.scaled(name, [*tensors_in(args), *tensors_in(kwargs)], self._absence), example.effects)
-        absent_args = with_tensors(args, map(self._absence.of, tensors_in(args)))
-        absent_kwargs = with_tensors(dict(kwargs), map(self._absence.of, tensors_in(kwargs)))
+        absent_args = with_tensors(args, map(self._absence.like, tensors_in(args)))
+        absent_kwargs = with_tensors(dict(kwargs), map(self._absence.like, tensors_in(kwargs)))
         given = [*tensors_in(absent_args), *tensors_in(absent_kwargs)]
-        versions = [tensor._version for tensor in given]
-        with torch.no_grad(), self._absence.mode:
+        before, content = versions(given), contents((absent_args, absent_kwargs))
+        with torch.set_grad_enabled(self._absence.tracks and torch.is_grad_enabled()), self._absence.mode:
             result = call(*absent_args, **absent_kwargs)
-        return Known(result, Effects.of(given, versions, list(tensors_in(result))))
+        check_content(name, content, (absent_args, absent_kwargs))
+        return Known(result, Effects.of(given, before, list(tensors_in(result))))
 
 
 class Known:
@@ -143,25 +184,71 @@ class Known:
 
     Attributes:
         effects: what else the call does.
+        attributes: names of what it puts into attributes of the tensors.
     """
 
     def __init__(self, result: Any, effects: Effects = _NONE) -> None:
         self.effects = effects
-        self._result = result
-        self._leaves = list(tensors_in(result))
-        self._looks = [(leaf.detach(), leaf._version) for leaf in self._leaves]
+        leaves = list(tensors_in(result))
+        self.attributes = [name for leaf in leaves for name in vars(leaf) if is_own_attribute(name)]
+        self._needs = [leaf.requires_grad for leaf in leaves]
+        self._kept = [leaf.detach() for leaf in leaves]
+        self._leaves = [self._leaf(number) if self._needs[number] else leaf for number, leaf in enumerate(leaves)]
+        self._versions = versions(self._leaves)
+        self._result = with_tensors(result, iter(self._leaves))
+        self._plain = _plain(result)
 
     def result(self, *, anew: bool = False) -> Any:
         """It, in containers of its own; with tensors of its own as well, or with the same again unless glue changed them."""
-        for number, (kept, version) in enumerate(self._looks):
-            if anew or self._leaves[number]._version != version:
-                leaf = self._leaves[number] = torch.empty_like(kept)
-                self._looks[number] = (kept, leaf._version)
+        for number, leaf in enumerate(self._leaves):
+            if anew or leaf._version != self._versions[number] or leaf.requires_grad != self._needs[number]:
+                leaf = self._leaves[number] = self._leaf(number)
+                self._versions[number] = leaf._version
         return with_tensors(self._result, iter(self._leaves))
+
+    def _leaf(self, number: int) -> torch.Tensor:
+        leaf = torch.empty_like(self._kept[number])
+        return needing(leaf) if self._needs[number] else leaf
+
+    def check(self, name: str, result: Any, *, needs: bool, shapes: bool) -> None:
+        """What a unit gives really is what stages that do not have it take it to give, wherever Python may look at that.
+
+        Args:
+            name: of the unit.
+            result: what it gave.
+            needs: whether it matters which tensors need a gradient.
+            shapes: whether it matters what shapes they have.
+
+        Raises:
+            StageUsageError: it is not.
+        """
+        if _plain(result) != self._plain:
+            raise StageUsageError(
+                f"unit {name!r} gives Python another number, or structure, than in the example or before, and other stages do not"
+                " see it: return a tensor in its place"
+            )
+        for leaf, kept, needed in zip(tensors_in(result), self._kept, self._needs, strict=True):
+            if shapes and leaf.shape != kept.shape:
+                raise StageUsageError(
+                    f"unit {name!r} gives a tensor of shape {tuple(leaf.shape)}, which stages that do not have it take to be of"
+                    f" shape {tuple(kept.shape)}, and the forward asks for shapes: what is no size of its inputs decides it, such"
+                    " as data or an attribute; make the module that asks a unit (units=)"
+                )
+            if needs and leaf.requires_grad != needed:
+                raise StageUsageError(
+                    f"unit {name!r} gives a tensor that {'needs' if leaf.requires_grad else 'does not need'} a gradient, which"
+                    " stages that do not have it cannot know, and the forward asks for that: freeze and unfreeze parameters"
+                    " before the model is split"
+                )
 
 
 class Example:
-    """What a unit took and gave in the example."""
+    """What a unit took and gave in the example.
+
+    Attributes:
+        effects: what else the call did.
+        plain: what it gave that is no tensor.
+    """
 
     def __init__(self, inputs: Sequence[torch.Tensor], result: Any, effects: Effects, absence: Absence) -> None:
         self.effects = effects
@@ -169,18 +256,6 @@ class Example:
         self._looks = [_Look(leaf, shapes) for leaf in tensors_in(result)]
         self._result = with_tensors(result, map(absence.of, tensors_in(result)))
         self.plain = _plain(result)
-
-    def check(self, name: str, result: Any) -> None:
-        """Other stages take the unit to give Python the numbers of the example.
-
-        Raises:
-            StageUsageError: it gave others.
-        """
-        if _plain(result) != self.plain:
-            raise StageUsageError(
-                f"unit {name!r} gives Python another number, or structure, than in the example, and other stages do not see it:"
-                " return a tensor in its place"
-            )
 
     def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> Any:
         """The result for inputs of other sizes."""
@@ -198,6 +273,7 @@ class _Look:
 
     def __init__(self, leaf: torch.Tensor, inputs: Sequence[tuple[int, ...]]) -> None:
         self.dtype = leaf.dtype
+        self.needs_grad = leaf.requires_grad
         self.device = leaf.device
         self.dims = [_as_input(size, position, inputs) for position, size in enumerate(leaf.shape)]
 
@@ -213,7 +289,21 @@ class _Look:
             sizes.append(size)
         device = absence.device if self.device.type == "meta" else self.device
         with absence.mode:
-            return torch.empty(sizes, dtype=self.dtype, device=device)
+            absent = torch.empty(sizes, dtype=self.dtype, device=device)
+        return needing(absent) if self.needs_grad and absence.tracks and torch.is_grad_enabled() else absent
+
+
+def check_content(name: str, before: Sequence[Any], given: Any) -> None:
+    """A unit does not change the containers that it is given: other stages would not see it.
+
+    Raises:
+        StageUsageError: it has.
+    """
+    if contents(given) != before:
+        raise StageUsageError(
+            f"unit {name!r} changes a list, dict or dataclass that it is given, which other stages do not see: return what it"
+            " puts there, or make the module that holds both a unit (units=)"
+        )
 
 
 def _plain(result: Any) -> Hashable:

@@ -97,6 +97,8 @@ class Recording:
         has_changes: whether it leaves anything changed, tensors or plain numbers.
         checkpointed: numbers of calls that one checkpoint encloses, which is run again in backward.
         singles: numbers of operations that give a single tensor, not a row of them.
+        asks: whether Python asks if what units make needs a gradient.
+        measures: whether Python asks for the shape of what units make.
     """
 
     names: tuple[str, ...]
@@ -109,3 +111,5 @@ class Recording:
     has_changes: bool = False
     checkpointed: tuple[tuple[int, ...], ...] = ()
     singles: frozenset[int] = frozenset()
+    asks: bool = False
+    measures: bool = False
