@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import stepwell_p2p._groups as groups_module
 import stepwell_p2p._link as link_module
 from stepwell_meta import TensorMeta
 from stepwell_meta.testing import WorkerPool
@@ -23,6 +25,14 @@ from stepwell_p2p.exceptions import PeerFailure, TransportError
 from stepwell_p2p.testing import Fault, FaultyTransport, die
 
 META = TensorMeta((4,), (1,), torch.float32)
+
+
+def others_done(culprit: int) -> None:
+    """The culprit lives on until every other rank has said here that it is done: they must not need its end."""
+    store, ranks = dist.group.WORLD.get_group_store(), range(dist.get_world_size())
+    store.set(f"done/{dist.get_rank()}", "")
+    if dist.get_rank() == culprit:
+        store.wait([f"done/{rank}" for rank in ranks], timedelta(seconds=15))
 
 
 def chain(transport: object, steps: int, *, fail: object = None) -> None:
@@ -47,10 +57,12 @@ def outcome_of(transport: object, fail: object) -> tuple[float, str, object, obj
     try:
         chain(transport, 10, fail=fail)
     except PeerFailure as error:
-        return time.monotonic() - start, error.reason, error.rank, error.microbatch
+        seconds = time.monotonic() - start
+        others_done(culprit=1)
+        return seconds, error.reason, error.rank, error.microbatch
     except RuntimeError as error:  # the rank that raised, as a stage would
         transport.abort(f"RuntimeError: {error}", stage=1, microbatch=3, action="F")  # type: ignore[attr-defined]
-        time.sleep(2.0)  # it stays alive, and the others must not wait for its end
+        others_done(culprit=1)
         return 0.0, "raised", 1, 3
     return time.monotonic() - start, "finished", None, None
 
@@ -94,8 +106,8 @@ def test_a_rank_that_is_killed_ends_every_wait(workers: WorkerPool) -> None:
 
 
 def hangs_in_the_middle() -> tuple[float, str, object, object]:
-    transport = C10dTransport(placement=Placement.loop(4, 4), timeout=3.0)
-    result = outcome_of(transport, lambda: time.sleep(6.0))
+    transport = C10dTransport(placement=Placement.loop(4, 4), timeout=2.0)
+    result = outcome_of(transport, lambda: others_done(culprit=1))
     transport.close()
     return result
 
@@ -106,7 +118,7 @@ def test_a_rank_that_hangs_past_the_timeout_is_found_through_those_that_wait_for
     for seconds, reason, failed, _ in answers:
         assert failed == 1
         assert "rank 1 does not say that it waits for anybody" in reason
-        assert seconds < 3.0 + 5
+        assert seconds < 2.0 + 5
 
 
 def store_host_dies(port: int) -> str:
@@ -203,7 +215,7 @@ def test_a_destroyed_group_takes_its_link_along(workers: WorkerPool) -> None:
 
 
 def faulty(kind: str, at: int) -> str:
-    transport = FaultyTransport(C10dTransport(timeout=4.0), [Fault(kind, at)] if dist.get_rank() == 1 else [])
+    transport = FaultyTransport(C10dTransport(timeout=2.0), [Fault(kind, at)] if dist.get_rank() == 1 else [])
     try:
         chain(transport, 6)
     except TransportError as error:
@@ -242,12 +254,13 @@ def aborts_before_the_channels_open() -> tuple[float, str]:
     start = time.monotonic()
     if transport.rank == 1:
         transport.abort("no memory for its stage", stage=1)
-        time.sleep(3.0)
+        others_done(culprit=1)
         transport.close()
         return 0.0, ""
     with pytest.raises(PeerFailure) as caught:
         transport.open(Placement.loop(3, 3), chain_wires(3))
     seconds = time.monotonic() - start
+    others_done(culprit=1)
     transport.close()
     return seconds, str(caught.value)
 
@@ -281,6 +294,56 @@ def test_a_rank_that_is_killed_before_its_channels_open_ends_the_others_opening(
         seconds, failed = outcomes[rank].value
         assert failed == 1
         assert seconds < 5
+
+
+def killed_while_the_channels_open(moment: str) -> tuple[float, object]:
+    def kill(*_: object) -> None:  # not `die`, which ends a thread that is not the main one
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    transport = C10dTransport()
+    start = time.monotonic()
+    if transport.rank == 1 and moment == "after the meeting":
+        groups_module._wait_for_members = kill
+    elif transport.rank == 1:
+        groups_module.gloo_groups = lambda timeout: kill
+    with pytest.raises(PeerFailure) as caught:
+        transport.open(Placement.loop(4, 4), chain_wires(4))
+    seconds = time.monotonic() - start
+    transport.close()
+    return seconds, caught.value.rank
+
+
+@pytest.mark.parametrize("moment", ["after the meeting", "where its peers wait for its address"])
+def test_a_rank_that_is_killed_while_channels_open_ends_the_others_opening(workers: WorkerPool, moment: str) -> None:
+    """gloo waited for it as long as the timeout says, and so did the thread that looks for failures: they shared a connection."""
+    outcomes = workers.outcomes(killed_while_the_channels_open, 4, moment, deadline=20.0)
+    assert outcomes[1].exit_code == -9
+    for rank in (0, 2, 3):
+        seconds, failed = outcomes[rank].value
+        assert failed == 1
+        assert seconds < 5
+
+
+def killed_before_it_has_a_transport(who: int) -> tuple[float, object, str]:
+    start = time.monotonic()
+    if dist.get_rank() == who:
+        die()
+    with pytest.raises(PeerFailure) as caught:
+        C10dTransport()
+    return time.monotonic() - start, caught.value.rank, str(caught.value)
+
+
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_a_rank_that_is_killed_before_it_has_a_transport_is_missed_at_once(workers: WorkerPool, who: int) -> None:
+    """A rank waited for another that had noticed it, had given up, and lived on: until the timeout."""
+    outcomes = workers.outcomes(killed_before_it_has_a_transport, 4, who, deadline=20.0)
+    assert outcomes[who].exit_code == -9
+    for outcome in outcomes:
+        if outcome.rank != who:
+            seconds, failed, text = outcome.value
+            assert failed == who
+            assert "it ended before all ranks had made their transports" in text
+            assert seconds < 5
 
 
 class CountingStore(dist.HashStore):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from stepwell_p2p import Edge, Op, OpKind
+from stepwell_p2p._op import MEETING
 from stepwell_p2p._tags import check_of, tag_of
 from stepwell_p2p.exceptions import P2PUsageError
 
@@ -39,3 +40,10 @@ def test_the_check_bits_are_free() -> None:
 def test_numbers_without_a_tag_are_refused(stage: int, microbatch: int, index: int) -> None:
     with pytest.raises(P2PUsageError, match="has no tag on this backend"):
         tag_of(Op(OpKind.SEND_F, Edge(0, 1), stage, microbatch, index))
+
+
+def test_messages_outside_microbatches_are_named_without_their_numbers() -> None:
+    """Whoever waited for the others at the start was told of "microbatch -256"."""
+    meeting, setup = (str(Op(OpKind.RECV_F, Edge(2, 1), 0, number)) for number in (MEETING, -1))
+    assert meeting == "the meeting of all ranks at the opening of channels (rank 2 to rank 1)"
+    assert setup == "RECV_F of stage 0, outside microbatches, value 0 (rank 2 to rank 1)"

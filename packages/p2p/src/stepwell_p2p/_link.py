@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import secrets
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from ._channels import ChannelMap
 from ._compat import own_connection, timeout_of
 from ._failure import Failure
 from ._groups import ChannelGroup, open_gloo, open_registered, rounds_of
+from ._meeting import agree_on_name
 from ._op import Op
 from .exceptions import P2PUsageError, PeerFailure, TransportError
 
@@ -93,9 +93,8 @@ class Link:
         # longer than the message did. For large values memory counts more than that.
         self.received: list[Flight] = []
         self.counts: defaultdict[Op, itertools.count[int]] = defaultdict(itertools.count)  # messages posted under an op
-        name = _agree_on_name(group, device, self.timeout)
-        self._store = dist.PrefixStore(f"stepwell-p2p/{name}", own_connection(group.get_group_store()))
-        self.board = FailureBoard(self._store, self.rank, self.size, self, stall_after=stall_after)
+        self._name = agree_on_name(group, device, self.timeout, gloo=self.gloo)
+        self.board = FailureBoard(self._store(), self.rank, self.size, self, stall_after=stall_after)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -111,28 +110,34 @@ class Link:
             )
         return group
 
-    def open(self, channels: ChannelMap) -> None:
-        """Make this rank's groups; every rank of the group calls it with the same map. Done once per map.
+    def is_open(self, channels: ChannelMap) -> bool:
+        """Whether these channels are open.
+
+        Raises:
+            TransportError: others are.
+        """
+        if self.channels is not None and channels != self.channels:
+            raise TransportError("other channels are open on this group: close every transport of it first")
+        return self.channels is not None
+
+    def make(self, channels: ChannelMap) -> list[ChannelGroup]:
+        """This rank's groups, for :meth:`install`; every rank of the group makes them for the same map.
 
         Raises:
             PeerFailure: a peer is absent, or a rank reported a failure meanwhile; every rank hears of the first one.
-            TransportError: the map differs from the one that is open.
         """
-        if channels == self.channels:
-            return
-        if self.channels is not None:
-            raise TransportError("other channels are open on this group: close every transport of it first")
         try:
-            made = (
-                open_gloo(channels.channels, rank=self.rank, store=self._store, timeout=self.timeout)
-                if self.gloo
-                else open_registered(rounds_of(channels.channels), parent=self.group, timeout=self.timeout)
-            )
-        except TransportError as error:
+            if self.gloo:
+                return open_gloo(channels.channels, rank=self.rank, store=self._store(), timeout=self.timeout)
+            return open_registered(rounds_of(channels.channels), parent=self.group, timeout=self.timeout)
+        except Exception as error:
             culprit = Failure(error.reason, error.rank) if isinstance(error, PeerFailure) else Failure(str(error))
             self.failure = self.board.report(culprit)
             raise self.failure.error() from error
-        self.groups = {group.channel.name: group for group in made}
+
+    def install(self, channels: ChannelMap, groups: Sequence[ChannelGroup]) -> None:
+        """From now on these carry the messages."""
+        self.groups = {group.channel.name: group for group in groups}
         self.channels = channels
 
     def failed(self, op: Op, error: Exception, waited: float) -> PeerFailure:
@@ -196,34 +201,15 @@ class Link:
             group.close()
         self.groups.clear()
 
+    def _store(self) -> dist.Store:
+        """The link's own part of the group's store, over a connection that its user need not share."""
+        return dist.PrefixStore(f"stepwell-p2p/{self._name}", own_connection(self.group.get_group_store()))
+
     def _look(self) -> Failure | None:
         try:
             return self.board.look()
         except RuntimeError:
             return self.board.failure
-
-
-def _agree_on_name(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> str:
-    """A name that no earlier run in the same store can have used: drawn by rank 0.
-
-    It comes over the group itself, which belongs to this run for certain; a store may outlive many.
-    """
-    store, rank = group.get_group_store(), group.rank()
-    turn = store.add(f"stepwell-p2p/arrived/{rank}", 1)
-    name = torch.tensor([secrets.randbits(62)], device=device)
-    try:
-        work = dist.broadcast(name, group=group, group_src=0, async_op=True)
-        if work is not None:
-            work.wait(timeout)
-    except RuntimeError as error:
-        others = range(group.size())
-        absent = [other for other in others if store.add(f"stepwell-p2p/arrived/{other}", 0) < turn]
-        who = f"rank {', '.join(map(str, absent))} did not come" if absent else "a peer left"
-        raise TransportError(
-            f"rank {rank} could not set up its transport: {who} within {timeout.total_seconds():g} s;"
-            f" every rank of the group must make one ({error})"
-        ) from error
-    return f"{int(name.item()):x}"
 
 
 def link_of(

@@ -8,6 +8,9 @@ import attrs
 
 from ._placement import Edge
 
+MEETING = -256
+"""The microbatch of the messages with which ranks meet, and the lowest that any message may have."""
+
 
 class OpKind(enum.Enum):
     """Send or receive, of a forward value (F) or of a gradient (B).
@@ -53,7 +56,7 @@ class Op:
         kind: send or receive, forward or backward.
         edge: from which rank to which.
         stage: the *sender's* stage: for F the stage whose output it is, for B the stage whose input's gradient it is.
-        microbatch: which microbatch; negative numbers are free for traffic outside microbatches (set-up).
+        microbatch: which microbatch; -1 to -255 are free for traffic outside microbatches (set-up).
         index: which message of that stage and microbatch on this edge.
     """
 
@@ -85,7 +88,8 @@ class Op:
         return self.edge.destination if self.kind.is_send else self.edge.source
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind.value} of stage {self.stage}, microbatch {self.microbatch}, value {self.index}"
-            f" (rank {self.edge.source} to rank {self.edge.destination})"
-        )
+        where = f"(rank {self.edge.source} to rank {self.edge.destination})"
+        if self.microbatch == MEETING:
+            return f"the meeting of all ranks at the opening of channels {where}"
+        when = f"microbatch {self.microbatch}" if self.microbatch >= 0 else "outside microbatches"
+        return f"{self.kind.value} of stage {self.stage}, {when}, value {self.index} {where}"

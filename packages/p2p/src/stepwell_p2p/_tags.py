@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import zlib
 
-from ._op import Op
+from ._op import MEETING, Op
 from .exceptions import P2PUsageError
 
 # 31 bits, the positive numbers of a C int, from the lowest:
-#   4 check | 6 index | 12 microbatch | 8 stage | 1 direction
+#   4 check | 6 index | 12 microbatch, from MEETING on | 8 stage | 1 direction
 # Source and destination need no room: a backend matches within one pair of ranks.
 CHECK_BITS = 4
 _INDICES = 1 << 6
 _MICROBATCHES = 1 << 12
-_FIRST_MICROBATCH = -256  # negative numbers are for set-up
 _STAGES = 1 << 8
 
 
@@ -23,9 +22,9 @@ def tag_of(op: Op) -> int:
     Raises:
         P2PUsageError: a number is too large for its field.
     """
-    microbatch = op.microbatch - _FIRST_MICROBATCH
+    microbatch = op.microbatch - MEETING
     _fits("stage", op.stage, 0, _STAGES)
-    _fits("microbatch", op.microbatch, _FIRST_MICROBATCH, _MICROBATCHES)
+    _fits("microbatch", op.microbatch, MEETING, _MICROBATCHES)
     _fits("value index", op.index, 0, _INDICES)
     number = int(op.kind.is_forward)
     number = number * _STAGES + op.stage

@@ -21,15 +21,14 @@ from .._channels import ChannelPolicy, channels_for
 from .._failure import Failure
 from .._layout import check_buffer, place, row_major
 from .._link import Flight, Link, backend_for, leave, link_of
-from .._op import Op, OpKind
+from .._meeting import meet, open_together
+from .._op import Op
 from .._own import OwnMessages, OwnReceive
 from .._pack import SMALL
-from .._placement import Edge, Placement, Wire, chain_wires
+from .._placement import Placement, Wire, chain_wires
 from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError
-
-_MEETING = -256  # the lowest microbatch that has a tag: of the messages with which ranks meet
 
 
 class C10dTransport:
@@ -109,14 +108,19 @@ class C10dTransport:
 
         Raises:
             P2PUsageError: the placement needs more ranks than the group has.
-            TransportError: a rank of the group did not come within the timeout, or has ended.
+            PeerFailure: a rank of the group did not come within the timeout, or has ended.
         """
         if placement.num_ranks > self.size:
             raise P2PUsageError(f"the placement needs {placement.num_ranks} ranks, the group has {self.size}")
-        if self._link is not None:
-            if self._link.gloo and self._link.channels is None:
-                self._meet()
-            self._link.open(channels_for(placement, wires, self.policy))
+        link = self._link
+        if link is not None:
+            channels = channels_for(placement, wires, self.policy)
+            if not link.is_open(channels):
+                if link.gloo:
+                    meet(self.post, self.rank, self.size)
+                    link.install(channels, open_together(self.post, link, channels))
+                else:
+                    link.install(channels, link.make(channels))
             self._forget_routes()
 
     def post(self, batch: Sequence[Send | Recv]) -> _Batch:
@@ -203,20 +207,6 @@ class C10dTransport:
                 for handle in [handle for handle in self._link.pending if handle.transport is self]:
                     self._link.pending.pop(handle, None)
                 leave(self._link, self.name)
-
-    def _meet(self) -> None:
-        """Until every rank of the group is here: a dissemination barrier over the group's own connections.
-
-        Those break when a rank dies. Channels that are about to connect have nothing that would, so ranks that waited there for a
-        dead one would wait for the whole timeout.
-
-        Source: Hensgen, Finkel and Manber, Two algorithms for barrier synchronization, 1988.
-        """
-        rank, size, here = self.rank, self.size, torch.zeros(1)
-        for turn in range((size - 1).bit_length()):
-            send = Op(OpKind.SEND_F, Edge(rank, (rank + 2**turn) % size), 0, _MEETING, turn)
-            recv = Op(OpKind.RECV_F, Edge((rank - 2**turn) % size, rank), 0, _MEETING, turn)
-            self.post([Send(send, here), Recv(recv, TensorMeta((1,), (1,), torch.float32))]).wait()
 
     def _forget_routes(self) -> None:
         for routes in self._routes:
