@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -66,7 +67,22 @@ def test_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str], costs: Path)
     assert "nothing fits into 100 bytes a rank" in found["error"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"layers": [{"forwards": 1}]}', '{"layers": [], "speed": 1}'])
+WRONG_COSTS = [
+    "",
+    "[]",
+    "{}",
+    "[" * 100_000,
+    '{"layers": [1]}',
+    '{"layers": [{"forwards": 1}]}',
+    '{"layers": [], "speed": 1}',
+    '{"layers": [], "latency": "low"}',
+    '{"layers": [{"forward": "1", "backward": 1}]}',
+    '{"layers": [{"forward": 1, "backward": 1, "parameter_bytes": -5}]}',
+    *(f'{{"layers": [{{"forward": 1, "backward": 1, "count": {n}}}]}}' for n in (-1, 0, 1.5, 10**9, '"2"', "[]")),
+]
+
+
+@pytest.mark.parametrize("content", WRONG_COSTS)
 def test_plan_with_a_wrong_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
     (tmp_path / "costs.json").write_text(content)
     found = as_json(capsys, "plan", tmp_path / "costs.json", "--ranks", 1, "--batch", 1, code=1)
@@ -89,7 +105,12 @@ def test_prove_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "The same order is safe with 'per-edge' channels" in found["error"]
     (tmp_path / "bad.csv").write_text("0F0,0X0\n")
     assert "bad.csv, line 1, cell 2" in as_json(capsys, "prove", tmp_path / "bad.csv", code=1)["error"]
-    assert as_json(capsys, "prove", tmp_path / "none.csv", code=1)["kind"] == "FileNotFoundError"
+    missing = as_json(capsys, "prove", tmp_path / "none.csv", code=1)
+    assert (missing["kind"], missing["error"]) == (
+        "FileNotFoundError",
+        f"{tmp_path / 'none.csv'}: No such file or directory",
+    )
+    assert as_json(capsys, "timeline", tmp_path, code=1)["error"] == f"{tmp_path}: Is a directory"
 
 
 def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -129,12 +150,19 @@ def test_overlapped_pairs_are_drawn_as_they_run(capsys: pytest.CaptureFixture[st
         (["--picture", "a.gif"], "a picture is an .svg, .png or .json (Perfetto) file, got a.gif"),
         (["--picture", "nowhere/a.svg"], "there is no folder nowhere"),
         (["--csv", "nowhere/a.csv"], "there is no folder nowhere"),
+        (["--csv", "/"], "/ is a folder"),
+        (["--picture", "a.png"], ".png is drawn by matplotlib, which is not installed: pip install 'stepwell[plot]'"),
     ],
 )
 def test_where_results_go_is_checked_before_they_are_worked_out(
-    capsys: pytest.CaptureFixture[str], costs: Path, option: list[str], sentence: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    costs: Path,
+    option: list[str],
+    sentence: str,
 ) -> None:
     """The search ran to its end, minutes later perhaps, and then its result was lost for the name of a file."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as caught:
         main(["plan", str(costs), "--ranks", "2", "--batch", "4", *option])
     assert caught.value.code == 2
@@ -213,6 +241,24 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
         assert (done.stderr.count("\n"), done.returncode) == (1, 1)
         assert done.stderr.startswith("stepwell: ")
+
+
+def test_a_trace_in_which_nothing_was_done(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It was shown as nothing at all."""
+    (tmp_path / "empty.json").write_text('{"traceEvents": []}')
+    found = as_json(capsys, "timeline", tmp_path / "empty.json", code=1)
+    assert found["error"] == f"{tmp_path / 'empty.json'} is a trace without a timeline: nothing was done in it"
+
+
+def test_whoever_has_had_enough_gets_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, costs: Path
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stepwell._cli_plan.plan_search", stopped)
+    assert main(["plan", str(costs), "--ranks", "1", "--batch", "1", "--json"]) == 130
+    assert capsys.readouterr().err == "stepwell: interrupted\n"
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line, by default of this process.
 
     Returns:
-        0 if all is well; 1 if a plan is refused, a file is wrong or a check failed; 2 if the arguments make no sense.
+        0 if all is well; 1 if a plan is refused, a file is wrong or a check failed; 2 if the arguments make no sense; 130 if
+        whoever called it has had enough.
     """
     parser = argparse.ArgumentParser(
         prog="stepwell", description="Plan, prove and look at pipelines; check this machine."
@@ -52,11 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report: Report = options.run(options)
     except (StepwellError, OSError) as error:
+        said = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{error.filename}: {error.strerror}"  # without the number
         if options.json:
-            sys.stdout.write(json.dumps({"ok": False, "error": str(error), "kind": type(error).__name__}) + "\n")
+            sys.stdout.write(json.dumps({"ok": False, "error": said, "kind": type(error).__name__}) + "\n")
         else:
-            sys.stderr.write(f"stepwell: {error}\n")
+            sys.stderr.write(f"stepwell: {said}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("stepwell: interrupted\n")
+        return 130  # as a shell says it
     try:
         if options.json:
             sys.stdout.write(json.dumps({"ok": report.ok, **report.data}, indent=2) + "\n")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from stepwell_stage.schedules import from_csv, to_csv
 
 Commands = Any  # what ArgumentParser.add_subparsers returns; argparse has no public name for it
 
+MOST_LAYERS = 100_000  # of one kind; "count" is a slip of the pen beyond
 COSTS_HELP = """
 The file of costs is JSON; times are seconds for one sample, sizes are bytes for one sample:
 
@@ -61,7 +64,7 @@ def add_plan(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=_size, help="bytes that a rank may hold, for example 40GiB")
     parser.add_argument("--microbatches", type=_numbers, help="numbers of microbatches to try, for example 8,16")
     parser.add_argument("--stages-per-rank", type=_numbers, default=[1, 2, 3, 4], help="for example 1,2")
-    parser.add_argument("--schedules", type=lambda text: text.split(","), help="names to try, for example 1f1b,zbv")
+    parser.add_argument("--schedules", type=_names, help="names to try, for example 1f1b,zbv")
     parser.add_argument("--csv", type=_target, help="write the best schedule to this file")
     parser.add_argument(
         "--picture", type=_picture, help="draw the best plan to this .svg, .png or .json (Perfetto) file"
@@ -181,7 +184,10 @@ def _timeline(options: argparse.Namespace) -> Report:
     timelines: list[Timeline] = []
     for file in options.files:
         if file.suffix == ".json":
-            timelines += from_perfetto(file)
+            found = from_perfetto(file)
+            if not found:
+                raise PipelineError(f"{file} is a trace without a timeline: nothing was done in it")
+            timelines += found
         else:
             plan = _read_plan(file)
             costs = Costs.uniform(
@@ -226,6 +232,10 @@ def _target(text: str) -> Path:
     file = Path(text)
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{file} is a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{file} may not be written")
     return file
 
 
@@ -233,20 +243,25 @@ def _picture(text: str) -> Path:
     file = _target(text)
     if file.suffix not in (".svg", ".png", ".json"):
         raise argparse.ArgumentTypeError(f"a picture is an .svg, .png or .json (Perfetto) file, got {file.name}")
+    if file.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            ".png is drawn by matplotlib, which is not installed: pip install 'stepwell[plot]', or name an .svg file"
+        )
     return file
 
 
 def _read_costs(file: Path) -> tuple[list[Layer], Costs]:
     try:
         content = json.loads(file.read_text())
-        layers = [
-            Layer(**{name: value for name, value in entry.items() if name != "count"})
-            for entry in content.pop("layers")
-            for _ in range(entry.get("count", 1))
-        ]
+        layers: list[Layer] = []
+        for entry in content.pop("layers"):
+            count = entry.pop("count", 1)
+            if count not in range(1, MOST_LAYERS + 1):
+                raise ValueError(f"count is a whole number from 1 to {MOST_LAYERS}, got {count!r}")
+            layers += [Layer(**entry)] * int(count)
         edges = [EdgeCost(**edge) for edge in content.pop("edges", ())]
         network = attrs.evolve(Costs.uniform(1), edges=edges, **content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PipelineError(
             f"{file} is no file of costs ({type(error).__name__}: {error}); see stepwell plan --help"
         ) from None
@@ -279,6 +294,10 @@ def _size(text: str) -> int:
     if size < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is less than nothing")
     return size
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _numbers(text: str) -> list[int]:

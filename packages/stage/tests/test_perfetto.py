@@ -138,8 +138,31 @@ def test_arrows_follow_the_microbatches() -> None:
 RANKLESS = to_perfetto(Timeline([Event(0, Action(0, Kind.F, 0), 0.0, 1.0)])).replace('"rank":0', '"rank":"0"')
 
 
+TRACE = to_perfetto(Timeline([Event(0, Action(0, Kind.F, 0), 0.0, 1.0)]))
+CANNOT_BE = [
+    TRACE.replace('"ts":0.0', '"ts":NaN'),
+    TRACE.replace('"ts":0.0', '"ts":-1.0'),
+    TRACE.replace('"dur":1000000.0', '"dur":Infinity'),
+    TRACE.replace('"dur":1000000.0', '"dur":-1'),
+    TRACE.replace('"rank":0', '"rank":-1'),
+    TRACE.replace('"rank":0', '"rank":1000000000'),
+    TRACE.replace('"rank":0', '"rank":0.5'),
+]
+
+
+@pytest.mark.parametrize("text", CANNOT_BE)
+def test_times_and_ranks_that_cannot_be(text: str, tmp_path: Path) -> None:
+    """They ended in errors from within pictures; a billion ranks in none, but in all of the memory."""
+    assert text != TRACE
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(
+        StageUsageError, match=r"is no trace of a timeline: ValueError: a slice has a time or a rank that"
+    ):
+        from_perfetto(tmp_path / "other.json")
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", RANKLESS, '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [1]}', "\x00"]
+    "text", ["", "[]", "{}", "[" * 100_000, RANKLESS, '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [1]}', "\x00"]
 )
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(text)

@@ -188,6 +188,14 @@ def test_overlapped_pairs_of_unequal_stages_are_not_ruled_out() -> None:
     assert found.best.makespan == pytest.approx(min(every))
 
 
+@pytest.mark.parametrize("field", ["forward", "backward", "overhead", "activation_bytes", "parameter_bytes"])
+@pytest.mark.parametrize("value", ["1", None, -1, float("nan"), float("inf"), [1]])
+def test_what_a_layer_may_not_cost(field: str, value: object) -> None:
+    """A word ended in a TypeError from within the search; negative bytes made plans fit that do not."""
+    with pytest.raises(StageUsageError, match=f"{field} of a layer must be a number, finite and at least 0, got"):
+        attrs.evolve(Layer(1.0, 1.0), **{field: value})
+
+
 @pytest.mark.parametrize("gain", [None, 0.0, 0.75])
 def test_overlapped_pairs_are_priced_as_they_run(gain: float | None) -> None:
     """They were priced as one action, as a handler may run them; without a handler the executor takes less time than that."""

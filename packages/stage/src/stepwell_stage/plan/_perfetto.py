@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,14 +52,18 @@ def from_perfetto(path: str | os.PathLike[str]) -> tuple[Timeline, ...]:
     """
     found: dict[tuple[str, int], list[Event]] = {}  # by name and process of rank 0: several may have one name
     try:
-        for event in json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]:
+        trace = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        for event in trace:
             if event["ph"] == "X":
-                args, start = event["args"], event["ts"] / 1e6
+                args, start, length = event["args"], event["ts"] / 1e6, event["dur"] / 1e6
+                if not (0 <= start < math.inf and 0 <= length < math.inf and args["rank"] in range(len(trace))):
+                    raise ValueError(f"a slice has a time or a rank that cannot be: {event}")
                 key = args["timeline"], event["pid"] - args["rank"]
-                action = Action.parse(args["action"])
-                found.setdefault(key, []).append(Event(args["rank"], action, start, start + event["dur"] / 1e6))
+                found.setdefault(key, []).append(
+                    Event(args["rank"], Action.parse(args["action"]), start, start + length)
+                )
         return tuple(Timeline(events, name) for (name, _), events in found.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StageUsageError(f"{path} is no trace of a timeline: {type(error).__name__}: {error}") from None
 
 

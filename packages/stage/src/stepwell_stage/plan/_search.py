@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -43,6 +44,9 @@ class Layer:
         output_bytes: what one sample hands to the next layer.
         parameter_bytes: parameters, gradients and optimizer state.
         overhead: seconds for every call, whatever the number of samples; of the forward, and again of the backward.
+
+    Raises:
+        StageUsageError: one of them is no number, or negative or not finite.
     """
 
     forward: float
@@ -51,6 +55,11 @@ class Layer:
     output_bytes: int = 0
     parameter_bytes: int = 0
     overhead: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in attrs.asdict(self).items():
+            if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+                raise StageUsageError(f"{name} of a layer must be a number, finite and at least 0, got {value!r}")
 
 
 @attrs.frozen
