@@ -45,12 +45,13 @@ ALONE = {"passes": [DataParallelPass()]}
 
 
 def test_whole_graphs_keep_all_rules() -> None:
+    """Each pass of a pipeline is followed by the same look, so that whole ones stand for their parts; see one of each too."""
     with fake_world(4):
         for mode, extra in (("fsdp", {}), ("ddp", {}), ("hsdp", {"fsdp_degree": 2})):
             for unused in ("none", "zeros"):
-                config = PassConfig(dp_mode=mode, unused=unused, **extra)
-                for options in (ALONE, {"passes": [DataParallelPass(), ReshardPass(), BucketPass()]}, {}):
-                    assert find_problems(joint(config, **options)) == []
+                assert find_problems(joint(PassConfig(dp_mode=mode, unused=unused, **extra))) == []
+        for options in (ALONE, {"passes": [DataParallelPass(), ReshardPass(), BucketPass()]}):
+            assert find_problems(joint(PassConfig(dp_mode="hsdp", fsdp_degree=2), **options)) == []
 
 
 def alike(graph: JointGraph) -> list[tuple[fx.Node, fx.Node]]:
@@ -82,9 +83,10 @@ def test_s23_any_two_collectives_of_one_shape_that_one_rank_swaps_are_told_apart
         whole = signature(graph)
         pairs = alike(graph)
         assert len(pairs) > 50
-        for index in range(len(pairs)):
+        for pair in pairs:
             damaged = graph.copy()
-            a, b = alike(damaged)[index]
+            named = {node.name: node for node in damaged.graph.nodes}
+            a, b = (named[node.name] for node in pair)
             damage(damaged, a, b)
             rearrange(damaged.graph)  # data first
             assert first_difference(whole, signature(damaged)) is not None, (a, b)
@@ -215,3 +217,26 @@ def test_devices_may_differ_from_rank_to_rank_and_dims_may_not() -> None:
         node = next(n for n in turned.graph.nodes if n.target is aten.sum.dim_IntList)
         node.args = (node.args[0], [1], *node.args[2:])
         assert first_difference(signature(gpt), signature(turned)) is not None
+
+
+def test_s34_a_freed_parameter_that_backward_still_reads_is_seen() -> None:
+    """Through views too; and what backward has made may not be read by forward."""
+    with fake_world(2):
+        graph = joint(passes=[DataParallelPass(), ReshardPass()])
+        gather = next(n for n in starts(graph.graph, "gather") if comm_of(n).params == ("layers.0.up.weight",))
+        read(graph, wait_of(gather), graph.output_node)
+        list(graph.graph.nodes)[-2].meta["phase"] = "backward"
+        (problem,) = find_problems(graph)
+        assert "in backward reads" in problem
+        assert "memory of layers.0.up.weight gathered in forward" in problem
+        view = next(n for n in wait_of(gather).users if n.target is aten.t.default)
+        list(graph.graph.nodes)[-2].args = (view,)
+        (problem,) = find_problems(graph)
+        assert f"reads {view}, memory of layers.0.up.weight" in problem
+
+        graph = joint(**ALONE)
+        made = next(n for n in graph.graph.nodes if n.op == "call_function" and n.meta["phase"] == "backward")
+        read(graph, made, graph.output_node)
+        list(graph.graph.nodes)[-2].meta["phase"] = "forward"
+        (problem,) = find_problems(graph)
+        assert f"belongs to forward and reads {made}, which belongs to backward" in problem

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stepwell_graphpasses import GraphCompiler, PassConfig, shard
+from stepwell_graphpasses._collectives import comm_of, starts
 from stepwell_graphpasses._live import _optimizers_of
 from stepwell_graphpasses.exceptions import (
     ConfigError,
@@ -229,6 +231,75 @@ def test_s41_three_adamw_steps_and_a_checkpoint_on_other_numbers_of_ranks(worker
         for loaded, names in workers.run(s41_load, ranks, str(tmp_path / "c"), deadline=60):
             assert support.difference(loaded, saved[0][0]) == 0.0
             assert names == sorted(f"layers.{i}.{part}" for i in range(3) for part in ("weight", "bias"))
+
+
+def tied(path: str, *, save: bool) -> dict[str, Any]:
+    def make() -> nn.Module:
+        return support.TinyGPT(vocab=9, layers=1, tied=True)
+
+    c = compiler(PassConfig(reshard_after_forward=False), make, support.gpt_loss)
+    batch = {"tokens": support.tokens(vocab=9)}
+    c.compile(**batch)
+    if save:
+        optimizer = torch.optim.SGD(c.model.parameters(), lr=0.5)
+        c.forward_backward(**batch)
+        optimizer.step()
+        dcp.save({"model": c.model.state_dict()}, checkpoint_id=path)
+    else:
+        state = {"model": c.model.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        c.model.load_state_dict(state["model"])
+    values = support.parameters(c.model)
+    c.model.zero_grad()
+    c.forward_backward(**batch)
+    gathered = [name for node in starts(c.graph().graph, "gather") for name in comm_of(node).params]
+    return {
+        "values": values,
+        "tied": c.model.head.weight is c.model.embed.weight,
+        "gathered": gathered.count("embed.weight"),
+        "gradient": support.full(c.model.head.weight.grad).clone(),
+        "local": support.local_gradients(load(make, values), support.gpt_loss, batch),
+    }
+
+
+def load(make: Any, values: dict[str, torch.Tensor]) -> nn.Module:
+    model = support.seeded(make)
+    model.load_state_dict(values)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_s18_ties_survive_save_and_load_on_other_numbers_of_ranks(workers: WorkerPool, tmp_path: Any) -> None:
+    saved = workers.run(tied, 4, str(tmp_path / "c"), save=True, deadline=90)
+    for ranks in (2, 1):
+        loaded = workers.run(tied, ranks, str(tmp_path / "c"), save=False, deadline=60)
+        expected = sum(found["local"]["head.weight"] for found in loaded) / ranks
+        for found in loaded:
+            assert found["tied"]
+            assert found["gathered"] == (ranks > 1)  # once, under both of its names
+            assert support.difference(found["values"], saved[0]["values"]) == 0.0
+            assert torch.equal(found["values"]["head.weight"], found["values"]["embed.weight"])
+            assert torch.allclose(found["gradient"], expected, atol=1e-7)
+
+
+def whole_state() -> float:
+    """A state dict of whole tensors, through torch's own function for it, into a model from the meta device and a live one."""
+    torch.manual_seed(5)
+    other = mlp()
+
+    def load(model: nn.Module) -> None:
+        set_model_state_dict(model, other.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+    with torch.device("meta"):
+        empty = mlp()
+    c = GraphCompiler(empty, support.mse_loss, device="cpu", init_fn=load).compile(**support.pair((4, 3)))
+    live = compiler().compile(**support.pair((4, 3)))
+    load(live.model)
+    return sum(support.difference(support.parameters(one.model), support.parameters(other)) for one in (c, live))
+
+
+def test_a_state_dict_of_whole_tensors_is_loaded_into_shards(workers: WorkerPool) -> None:
+    assert workers.run(whole_state, 2, deadline=60) == [0.0, 0.0]
 
 
 def different_starts() -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from stepwell_graphpasses import GraphCompiler, PassConfig, trace
+from stepwell_graphpasses import GraphCompiler, PassConfig, trace, verify
 from stepwell_graphpasses.exceptions import CaptureError, ModelStateError
 from stepwell_meta.testing import WorkerPool
 
@@ -112,6 +112,43 @@ def test_gradient_hooks_of_parameters_are_refused(kind: str) -> None:
         trace(model, support.mse_loss, inputs)
     handle.remove()
     trace(model, support.mse_loss, inputs)
+
+
+class Mixed(nn.Module):
+    """Layers of three precisions, complex numbers, rows that three ranks cannot share evenly, and a few that stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(100, 13).double(), nn.Linear(13, 13).bfloat16()
+        self.mix = nn.Parameter(torch.randn(5, 13, dtype=torch.complex128))
+        self.turn, self.out = nn.Parameter(torch.tensor(1 + 2j)), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x.double())).bfloat16()
+        x = torch.tanh(self.second(x)).to(torch.complex128)
+        return self.out((x @ self.mix.t() * self.turn).abs().float())
+
+
+def on_three_ranks() -> list[tuple[float, float, int]]:
+    found = []
+    for config in (
+        {"min_shard_numel": 14},
+        {"dp_mode": "ddp"},
+        {"bucket_by": "bytes", "prefetch": 3},
+        {"reshard_after_forward": False, "bucket_by": "none"},
+    ):
+        inputs = support.pair((100, 3))
+        loss, _, compiler = support.compiled_against_reference(Mixed, support.mse_loss, inputs, PassConfig(**config))
+        errors = verify(compiler, inputs).gradient_errors
+        found.append((loss, max(errors.values()), sum(layout.sharded for layout in compiler.layouts.values())))
+    return found
+
+
+def test_three_ranks_odd_widths_and_several_precisions_in_one_model(workers: WorkerPool) -> None:
+    for results in workers.run(on_three_ranks, 3, deadline=90):
+        assert [loss for loss, _, _ in results] == [0.0] * 4
+        assert max(error for _, error, _ in results) <= 2**-6  # bfloat16 has 8 bits, and three summands
+        assert [sharded for _, _, sharded in results] == [4, 0, 7, 7]
 
 
 def shard_twice() -> tuple[str, str, float]:

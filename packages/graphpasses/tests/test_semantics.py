@@ -14,7 +14,17 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepwell_graphpasses import NONE, GraphCompiler, PassConfig, shard, trace
+from stepwell_graphpasses import (
+    FULL,
+    FULL_AFTER_NONE,
+    FULL_AFTER_SCATTER,
+    NONE,
+    GraphCompiler,
+    PassConfig,
+    Variant,
+    shard,
+    trace,
+)
 from stepwell_graphpasses._collectives import Scaling, Writer, comm_of, contributions, scaling, starts
 from stepwell_graphpasses.exceptions import ConfigError
 from stepwell_meta.testing import WorkerPool
@@ -420,7 +430,13 @@ def s29_s30_s31(mode: str, grad_sync: str) -> dict[str, Any]:
         c.forward_backward(**inputs)
     each = support.gradients(c.model)
     variant = c._variant(sync=False)
+    last = FULL_AFTER_SCATTER if grad_sync == "scatter" else FULL_AFTER_NONE
+
+    def reductions(*variants: Variant) -> int:
+        return sum(len(starts(c.graph(v).graph, "reduce_scatter", "all_reduce")) for v in variants)
+
     return {
+        "reductions": (reductions(variant, variant, last), reductions(FULL, FULL, FULL)),
         "once": support.difference(once, expected),
         "each": support.difference(each, expected),
         "between": all(between),
@@ -441,6 +457,9 @@ def test_s29_s30_s31_microbatches_are_reduced_once(workers: WorkerPool, mode: st
         kinds = set(result["nodes"])
         assert kinds == (set() if grad_sync == "none" else {"reduce_scatter"})  # hsdp: one all-reduce at the end
         rows = 7 if grad_sync == "none" else 4
+        once, each = result["reductions"]  # S30: three microbatches take three times as many
+        assert each == 3 * once if grad_sync == "none" else once <= each
+        assert once < each or mode == "fsdp"  # where each is scattered, only the all-reduce of hsdp is saved
         assert result["kept"]["layers.0.weight"] == ((rows, 4), torch.float32)
 
 
