@@ -1,6 +1,7 @@
 """Ranks as threads, for what does not depend on the backend.
 
-Also makes ``support.py`` importable as ``stage_support``, here and (by value) in the ranks of the worker pool.
+Also makes ``support.py`` importable as ``stage_support``, and ``split_support.py`` by its name, here and (by value) in the ranks
+of the worker pool.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from stepwell_p2p.exceptions import PeerFailure
 torch.set_num_threads(1)  # ranks are threads, and would each have threads of their own: many times slower on few cores
 
 
-if "stage_support" not in sys.modules:
-    spec = importlib.util.spec_from_file_location("stage_support", Path(__file__).with_name("support.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["stage_support"] = module
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
+for name, file in (("stage_support", "support.py"), ("split_support", "split_support.py")):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        cloudpickle.register_pickle_by_value(module)
 
 
 def run_on_threads(

@@ -10,7 +10,7 @@ neither who sends it nor who takes it can know yet which way it is. After that e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 import attrs
@@ -18,12 +18,16 @@ import attrs
 from stepwell_p2p._placement import Wire
 
 from ..exceptions import StageUsageError
-from ._values import ROUTE, TOKEN, Key, Origin, Recording, Value
+from ._values import INPUTS, MARKS, ROUTE, TOKEN, Key, Origin, Recording, Value
 from ._ways import Part, Place, Ways, allot, stop
 
 # What stands for a value, in every way, and is none: by its position.
-_TOKEN, _ROUTE = -1, -2
-_SIGNS = {_TOKEN: Value(TOKEN, Origin.GLUE, "a token"), _ROUTE: Value(ROUTE, Origin.GLUE, "a route")}
+_TOKEN, _ROUTE, _MARKS = -1, -2, -3
+_SIGNS = {
+    _TOKEN: Value(TOKEN, Origin.GLUE, "a token"),
+    _ROUTE: Value(ROUTE, Origin.GLUE, "a route"),
+    _MARKS: Value(MARKS, Origin.GLUE, "marks"),
+}
 
 
 @attrs.frozen
@@ -36,6 +40,9 @@ class StagePlan:
         is_last: whether it is the last stage.
         said: the inputs by which earlier stages say which way they went, where there are several.
         says: the output by which it does so itself; None where it does not.
+        marked: likewise for each earlier stage the input by which it learns which of its values have a gradient; and what comes
+            from there: inputs, and the outputs of that stage that they are.
+        marks: the output by which this one does.
         held: names of parameters and buffers that its glue reads.
     """
 
@@ -44,6 +51,8 @@ class StagePlan:
     is_last: bool
     said: tuple[int, ...]
     says: int | None
+    marked: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    marks: int | None
     held: tuple[str, ...]
 
 
@@ -214,6 +223,7 @@ class _Solution:
         elif several:
             for source in set(self.receives[stage].values()):
                 self._sign(stage, source, _ROUTE)
+                self._sign(stage, source, _MARKS)
 
     def _least(self, stage: int, way: int) -> int | None:
         """Where a stage may end that takes nothing and sends nothing."""
@@ -260,7 +270,9 @@ class _Solution:
                     len(outputs),
                     stage == self.needs.num_stages - 1,
                     tuple(crossing.wire.input for crossing in mine if ROUTE in crossing.keys),
-                    next((number for number, by_way in enumerate(outputs) if by_way.get(0) == (0, _ROUTE)), None),
+                    _sign_among(outputs, _ROUTE),
+                    tuple(_marked(mine)),
+                    _sign_among(outputs, _MARKS),
                     tuple(self.held[stage]),
                 )
             )
@@ -436,3 +448,22 @@ class _Solution:
             f"stage {stage} needs, for {why}, what comes from {maker}: {reason}, with a mapping from names of units to stages in"
             " place of a number"
         )
+
+
+def _sign_among(outputs: Sequence[Mapping[int, Place]], sign: int) -> int | None:
+    """Which output is a sign."""
+    return next((number for number, by_way in enumerate(outputs) if by_way.get(0) == (0, sign)), None)
+
+
+def _marked(taken: Sequence[Crossing]) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """What a stage takes, by source: the input that is its marks, and the inputs and outputs that are values."""
+    for marks in taken:
+        if MARKS in marks.keys:
+            wires = [
+                one.wire for one in taken if one.wire.source == marks.wire.source and max(_made(one)) >= (INPUTS, 0)
+            ]
+            yield marks.wire.input, tuple((wire.input, wire.output) for wire in wires)
+
+
+def _made(crossing: Crossing) -> list[Key]:
+    return [key for key in crossing.keys if key is not None]

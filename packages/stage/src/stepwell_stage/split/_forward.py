@@ -17,6 +17,7 @@ from ._leaves import tensors_in
 from ._look import Look
 from ._own import Control
 from ._templates import Templates
+from ._used import sent, taken
 from ._values import INPUTS, Origin
 from ._ways import Route, routes
 
@@ -64,8 +65,8 @@ class StageForward:
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
         start, known = time.perf_counter(), self._templates.count
-        taken = () if self._stage == 0 else received
-        said = Said([taken[slot] for slot in self._plan.said])
+        values = () if self._stage == 0 else self._joined(received)
+        said = Said([values[slot] for slot in self._plan.said])
         if self._is_given:
             way, named = self._look.kinds.like(self._stage, self._named(received, inputs))
             route = self._routes[way]
@@ -73,14 +74,14 @@ class StageForward:
             route = self._told(said)
             slots = route.part.takes.get(INPUTS, {})
             example = self._look.kinds.examples[route.ways[0]]
-            named = replaced(example, {index: taken[slot] for index, slot in slots.items()})
+            named = replaced(example, {index: values[slot] for index, slot in slots.items()})
         if self._writes:
             copies = {number: one.clone() for number, one in enumerate(tensors_in(named))}
             named = replaced(named, copies)
         glue = StageGlue(
             route,
             self._examples,
-            taken,
+            values,
             self._plan.outputs,
             self._absence,
             self._templates,
@@ -157,7 +158,19 @@ class StageForward:
         outputs = [torch.empty(0, device=device) if one is None else one for one in glue.sent]
         if self._plan.says is not None:
             outputs[self._plan.says] = torch.full((1,), glue.route.number, device=device)
+        if self._plan.marks is not None:
+            marks, outputs = sent(outputs, device)
+            outputs[self._plan.marks] = marks
         return tuple(outputs)
+
+    def _joined(self, received: Sequence[Any]) -> Sequence[Any]:
+        """What came, so that those who sent it hear of what has a gradient."""
+        joined = list(received)
+        for marks, pairs in self._plan.marked:
+            values = taken(received[marks], [received[slot] for slot, _ in pairs], [number for _, number in pairs])
+            for (slot, _), value in zip(pairs, values, strict=True):
+                joined[slot] = value
+        return joined if self._plan.marked else received
 
 
 class Said:

@@ -27,7 +27,7 @@ from ._look import Look, branches, look_at, look_for, look_in_other_modes
 from ._own import copy_structure
 from ._place import order_units, place_calls
 from ._units import Branch, given_units, matching, near
-from ._values import INPUTS, ROUTE, TOKEN, Call, Key
+from ._values import INPUTS, MARKS, ROUTE, TOKEN, Call, Key
 from ._ways import Ways
 
 _STAGE = "_stepwell_stage"
@@ -204,7 +204,7 @@ class ModelSplit:
         for way, (key, nbytes) in enumerate(zip(crossing.keys, crossing.nbytes, strict=True)):
             if key == TOKEN:
                 return "nothing but its turn"
-            if key is not None and key != ROUTE:
+            if key is not None and key not in (MARKS, ROUTE):
                 found.setdefault(f"{self._named(way, key)}, {nbytes:,} bytes", []).append(way)
         if [*found.values()] == [[*range(len(crossing.keys))]] and len(crossing.keys) > 1:
             return f"{next(iter(found))} in every way"

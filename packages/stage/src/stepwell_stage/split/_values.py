@@ -14,6 +14,7 @@ Key: TypeAlias = tuple[
 INPUTS = -1  # in place of a number: the model's inputs
 TOKEN: Key = (-2, 0)  # nothing but a sign of life, for a stage that needs no value of another
 ROUTE: Key = (-3, 0)  # which way a stage went, as far as it knows, where a forward may go several
+MARKS: Key = (-4, 0)  # which of the values that a stage sent have a gradient, likewise
 
 
 class Origin(Enum):
