@@ -57,7 +57,7 @@ def serve(connection: Connection, store_port: int, stack_path: str) -> None:
     stack_file = open(stack_path, "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True, chain=False)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=30))
-    gc.freeze()  # torch's own objects stay; tests that collect garbage need not look at a million of them each time
+    gc.freeze()  # modules stay; tests that collect garbage need not look at a million of their objects each time
 
     while True:
         try:
@@ -94,3 +94,5 @@ def _run(call: Call, store: Any, cloudpickle: Any, dist: Any) -> Answer:
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
+        gc.collect()  # what this call leaves behind is no later one's to find
+        gc.freeze()
