@@ -107,3 +107,12 @@ def test_any_values_arrive(sizes: list[int]) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, values, strict=True))
     small = sum(size <= 100 for size in sizes)
     assert len(messages) == len(packing.messages) == len(sizes) - max(0, small - 1)
+
+
+def test_one_element_with_a_stride_is_packed_as_any_other() -> None:
+    """A column of a batch of one row counts as contiguous, and torch did not show its bytes."""
+    values = [torch.arange(4.0).reshape(1, 4)[:, 1], torch.arange(6.0).reshape(2, 1, 3)[:1, :, 2], torch.ones(2)]
+    assert values[0].is_contiguous()
+    (pack,) = plan_packs([TensorMeta.from_tensor(value) for value in values])
+    got = pack.unload(pack.load(values))
+    assert [value.tolist() for value in got] == [[1.0], [[2.0]], [1.0, 1.0]]

@@ -60,7 +60,8 @@ def place(
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat uint8 tensor."""
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a view(-1) of one element may keep any stride
+    return flat.view(torch.uint8)
 
 
 def check_buffer(buffer: torch.Tensor, meta: TensorMeta) -> None:
