@@ -69,9 +69,8 @@ def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPo
     if len(ranks) > 1:
         try:
             prove_order([rank.steps for rank in ranks], channels, rules)
-        except (
-            DeadlockError
-        ):  # it takes longer to name a million actions than to prove them: named when somebody will read it
+        except DeadlockError:
+            # It takes longer to name a million actions than to prove them: they are named when somebody will read it.
             prove_order([rank.labelled_steps() for rank in ranks], channels, rules)
             raise
     return PlanProof(
