@@ -174,7 +174,7 @@ def run_backward(
     roots: Sequence[torch.Tensor | GradientEdge],
     grads: Sequence[torch.Tensor | None],
     *,
-    leaves: Sequence[GradientEdge] | None = None,
+    leaves: Sequence[torch.Tensor | GradientEdge] | None = None,
     keep_graph: bool = False,
 ) -> None:
     """``torch.autograd.backward`` of roots that require grad; the engine itself compares the gradients with the roots.

@@ -14,60 +14,41 @@ told which leaves are wanted, runs the nodes that lead to them, and asks each no
               weight           weight
 
 So I runs the path with the inputs as the wanted leaves and notes the gradient that arrives at each node with something off the
-path; W starts from these nodes with the weights as the wanted leaves. A linear layer's or a convolution's two products are then
-computed one in I and the other in W.
+path. W asks these nodes, one by one, for what is off the path alone, and lets the engine carry that on to the weights. A linear
+layer's or a convolution's two products are then computed one in I and the other in W. (W could also start the engine at each of
+these nodes with the weights as the wanted leaves; but the engine looks at all that is below where it starts, the path too, so
+the time of a stage would grow with the square of its layers.)
 
 *What cannot.* A node is split in that way only if it is known to compute what is asked of it and no more, whichever it is asked
-for (:data:`_SEPARABLE`). Everything else that stands on the path runs whole in I, once, and what it gives to weights is
+for (a list in ``_divide.py``). Everything else that stands on the path runs whole in I, once, and what it gives to weights is
 accumulated there: an ``autograd.Function``, whose backward might do anything; fused kernels that make all gradients at once; a
 node whose saved tensors have hooks, since unpacking may recompute (``checkpoint(use_reentrant=False)``) or copy them. The
-same holds for weights that several nodes of the path use: W starting from the upper one would run into the lower one.
+same holds for weights that several nodes of the path use, and for what lies between these and the path.
 
 *What must stay whole.* Some functions demand a backward that is restricted to nothing or keeps nothing
 (``checkpoint(use_reentrant=True)``, ``torch.compile``). Where one stands in the graph, I runs everything. Where no input needs a
 gradient (the first stage, or one behind frozen stages) I runs nothing, and W is a whole backward.
 
-Weights' gradients go through the engine's own accumulation in either part, so hooks on them run as in one backward. A hook on a
-value between outputs and inputs runs once per part if a split node made that value; its result is used as in one backward.
+Weights' gradients go through the engine's own accumulation in either part, so hooks on them run as in one backward; and so do
+hooks on values between outputs and inputs.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, for the split; the rules above are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
-from .._compat import has_saved_tensor_hooks, run_backward, tree_flatten
+from .._compat import run_backward, tree_flatten
 from ..exceptions import StageUsageError
+from ._divide import Divisions, Walk
 
 Grads: TypeAlias = tuple[torch.Tensor | None, ...]
-
-# Nodes that compute, of the gradients of their operands, exactly those that are wanted, and share no work between them. (A batch
-# or group norm does share: the sums that its input's gradient needs are its weights' gradients.)
-_SEPARABLE = frozenset(
-    {
-        "AddBackward0",
-        "AddmmBackward0",
-        "BaddbmmBackward0",
-        "BmmBackward0",
-        "ConvolutionBackward0",
-        "ConvolutionOverrideableBackward0",
-        "DivBackward0",
-        "FusedRmsNormBackward0",
-        "GroupedMmBackward0",
-        "LinearBackward0",
-        "MmBackward0",
-        "MulBackward0",
-        "NativeLayerNormBackward0",
-        "SubBackward0",
-    }
-)
 
 
 def stage_backward(stage_output: Any, output_grads: Any, input_values: Iterable[Any]) -> Grads:
@@ -157,25 +138,21 @@ def _flat(outputs: Any, grads: Any) -> tuple[list[torch.Tensor], list[torch.Tens
 
 @attrs.frozen(eq=False)
 class Deferred:
-    """A backward still to be run, from where an earlier part stopped.
+    """A part of a backward still to be run.
 
     Attributes:
-        roots: where it starts.
-        grads: the gradient of each root.
+        node: the node that an earlier part passed and that is to be asked for its other results; None: there was none.
+        grads: the gradients that arrived at it; of roots their own.
+        places: which of its results are wanted.
+        roots: where the engine starts with these, or where there is no node, with the gradients.
         leaves: which leaves it makes gradients for; None for all.
-        hook: on the node that the roots belong to, where it has one; see :class:`_Tap`.
     """
 
-    roots: Sequence[torch.Tensor | GradientEdge]
+    node: Node | None
     grads: Sequence[torch.Tensor | None]
+    places: Sequence[int]
+    roots: Sequence[torch.Tensor | GradientEdge]
     leaves: Sequence[GradientEdge] | None = None
-    hook: RemovableHandle | None = None
-
-    def run(self) -> None:
-        """Run it, once."""
-        torch.autograd.backward(self.roots, self.grads, inputs=self.leaves)  # type: ignore[arg-type]
-        if self.hook is not None:
-            self.hook.remove()
 
 
 def run_whole(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], inputs: Sequence[Any]) -> Grads:
@@ -190,42 +167,67 @@ def run_inputs(
     grads: Sequence[torch.Tensor | None],
     inputs: Sequence[Any],
     *,
+    divisions: Divisions | None = None,
     unsplit: Callable[[str], None] | None = None,
 ) -> tuple[Grads, list[Deferred]]:
-    """See :func:`stage_backward_input`; ``unsplit`` is told of the node that makes everything run now, where there is one."""
-    wanted = [get_gradient_edge(value) for value in inputs if _wants_grad(value)]
-    graph = _Graph([get_gradient_edge(root).node for root in roots], {edge.node for edge in wanted})
-    if not graph.path:
-        return _take_grads(inputs), [Deferred(roots, grads)] if roots else []
-    if graph.must_stay_whole is not None:
+    """See :func:`stage_backward_input`.
+
+    Args:
+        roots: where to start.
+        grads: their gradients.
+        inputs: the stage's inputs.
+        divisions: what is known of the stage's graphs, where it is kept.
+        unsplit: told of the node that makes everything run now, where there is one.
+    """
+    walk = Walk([_node_of(root) for root in roots], {id(value) for value in inputs if _wants_grad(value)})
+    division = (divisions or Divisions()).of(walk)
+    if not division.inputs:
+        return _take_grads(inputs), [Deferred(None, grads, (), roots)] if roots else []
+    if division.must_stay_whole is not None:
         if unsplit is not None:
-            unsplit(graph.must_stay_whole)
+            unsplit(division.must_stay_whole)
         return run_whole(roots, grads, inputs), []
-    now, later = graph.divide()
-    taps = {node: _Tap() for node in later if node is not None}
-    hooks = {node: node.register_prehook(tap) for node, tap in taps.items()}
-    leaves = [edge for edge in wanted if edge.node in graph.path] + [GradientEdge(leaf, 0) for leaf in now]
-    torch.autograd.backward(roots, grads, retain_graph=bool(later), inputs=leaves)
+    nodes = walk.nodes
+    taps = [_Tap() for _ in division.later]
+    hooks = [nodes[later.node].register_prehook(tap) for later, tap in zip(division.later, taps, strict=True)]
+    wanted = [GradientEdge(nodes[leaf], 0) for leaf in (*division.inputs, *division.now)]
+    run_backward(roots, grads, leaves=wanted, keep_graph=bool(division.later or division.apart))
     deferred = []
-    for node, kept in later.items():
-        left = [GradientEdge(leaf, 0) for leaf in kept]
-        if node is None:  # outputs that no input reaches
-            pairs = [
-                pair for pair in zip(roots, grads, strict=True) if get_gradient_edge(pair[0]).node not in graph.path
-            ]
-            deferred.append(Deferred([root for root, _ in pairs], [grad for _, grad in pairs], left))
-        else:
-            found = [(i, grad) for i, grad in enumerate(taps[node].grads or ()) if grad is not None]
-            if found:
-                edges = [GradientEdge(node, i) for i, _ in found]
-                deferred.append(Deferred(edges, [grad for _, grad in found], left, hooks[node]))
+    if division.apart_leaves:
+        chosen = [(roots[at], grads[at]) for at in division.apart]
+        leaves = [GradientEdge(nodes[leaf], 0) for leaf in division.apart_leaves]
+        deferred.append(Deferred(None, [grad for _, grad in chosen], (), [root for root, _ in chosen], leaves))
+    for later, tap, hook in zip(division.later, taps, hooks, strict=True):
+        hook.remove()
+        if tap.grads is not None:
+            deferred.append(
+                Deferred(
+                    nodes[later.node],
+                    tap.grads,
+                    [place for place, _, _ in later.sides],
+                    [GradientEdge(nodes[child], at) for _, child, at in later.sides],
+                    [GradientEdge(nodes[leaf], 0) for leaf in later.leaves],
+                )
+            )
     return _take_grads(inputs), deferred
 
 
 def run_deferred(deferred: list[Deferred]) -> None:
     """Run all that is left and forget it, so that memory is freed on the way."""
+    ask = _Ask()
     while deferred:
-        deferred.pop().run()
+        part = deferred.pop()
+        roots, grads = part.roots, part.grads
+        if part.node is not None:
+            found = ask(part.node, grads, roots)
+            pairs = [(root, found[at]) for root, at in zip(roots, part.places, strict=True) if found[at] is not None]
+            roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
+        if roots:
+            run_backward(roots, grads, leaves=part.leaves)
+
+
+def _node_of(root: torch.Tensor) -> Node:
+    return root.grad_fn or get_gradient_edge(root).node
 
 
 def _wants_grad(value: Any) -> bool:
@@ -243,97 +245,42 @@ def _take_grads(inputs: Sequence[Any]) -> Grads:
 
 
 class _Tap:
-    """A prehook of a node: notes the gradients that arrive when I runs it, and repeats them when W does.
+    """A prehook of a node: notes the gradients that arrive, as the value's own hooks left them.
 
-    The noted ones are as the value's own hooks left them, and these hooks run again in W: what they return then is not used.
     Holds no node: a node holds its hooks, and such a circle is not seen by the collector of cycles.
     """
 
     def __init__(self) -> None:
         self.grads: Grads | None = None
 
-    def __call__(self, grads: Grads) -> Grads | None:
-        if self.grads is None:
-            self.grads = grads
-            return None
-        return self.grads
+    def __call__(self, grads: Grads) -> None:
+        self.grads = grads
 
 
-class _Graph:
-    """The autograd graph below some nodes, seen from the inputs.
+class _Ask:
+    """Asks nodes for some of their results.
 
-    Attributes:
-        path: the nodes from which an input is reached, those nearest to the inputs first.
-        must_stay_whole: the name of a node that demands a backward that is not split; None where there is none.
+    A node that is called computes only what the backward that is under way wants. So one is begun, at a tensor that nothing else
+    uses, which wants just these results and does not reach them; and the node is called within it, from a hook.
     """
 
-    def __init__(self, starts: Sequence[Node], inputs: set[Node]) -> None:
-        self.path: dict[Node, None] = {}
-        self.must_stay_whole: str | None = None
-        self._starts = starts
-        self._below: dict[Node, frozenset[Node]] = {}  # of nodes off the path: the leaves they reach
-        self._fixed: set[Node] = set()  # leaves whose gradients are made in I
-        for node in _children_first(starts):
-            name = node.name()
-            if "Checkpoint" in name or name.startswith("CompiledFunction"):
-                self.must_stay_whole = name
-            children = _children(node)
-            if node in inputs or any(child in self.path for child in children):
-                self.path[node] = None
-                continue
-            leaves = frozenset[Node]().union(*(self._below[child] for child in children))
-            self._below[node] = leaves if children else frozenset((node,))
-            if has_saved_tensor_hooks(node):
-                self._fixed |= leaves
+    def __init__(self) -> None:
+        self._start = torch.zeros((), requires_grad=True)
+        self._start.register_hook(self._call)  # type: ignore[no-untyped-call]
+        self._gradient = torch.ones(())
+        self._node: Node | None = None
+        self._grads: Sequence[torch.Tensor | None] = ()
+        self._found: Any = None
 
-    def divide(self) -> tuple[set[Node], dict[Node | None, set[Node]]]:
-        """The leaves whose gradients I makes, and for each node from which W starts those left to it.
+    def __call__(
+        self, node: Node, grads: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | GradientEdge]
+    ) -> Grads:
+        """All results of a node, but of those that are not wanted None."""
+        self._node, self._grads = node, grads
+        run_backward((self._start,), (self._gradient,), leaves=wanted)
+        found, self._node, self._grads, self._found = self._found, None, (), None
+        return found if isinstance(found, tuple) else (found,)
 
-        The node None stands for all outputs from which no input is reached.
-        """
-        sides: list[tuple[Node | None, Node]] = [
-            (node, child) for node in self.path for child in _children(node) if child in self._below
-        ]
-        sides += [(None, node) for node in self._starts if node in self._below]
-        now = set(self._fixed)
-        users: dict[Node, Node | None] = {}
-        for node, child in sides:
-            separable = node is None or (node.name() in _SEPARABLE and not has_saved_tensor_hooks(node))
-            for leaf in self._below[child]:
-                if not separable or users.setdefault(leaf, node) is not node:
-                    now.add(leaf)
-        # What lies between the path and leaves runs once: all its leaves in I, or all in W.
-        grows = True
-        while grows:
-            before = len(now)
-            for _, child in sides:
-                if not self._below[child].isdisjoint(now):
-                    now |= self._below[child]
-            grows = len(now) > before
-        later: dict[Node | None, set[Node]] = {}
-        for node, child in sides:
-            left = self._below[child] - now
-            if left:
-                later.setdefault(node, set()).update(left)
-        return now, later
-
-
-def _children(node: Node) -> list[Node]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def _children_first(starts: Sequence[Node]) -> Iterator[Node]:
-    """The given nodes and every node below them, each after those below it."""
-    seen = set[Node]()
-    stack: list[tuple[Node | None, Iterator[Node]]] = [(None, iter(starts))]
-    while stack:
-        node, children = stack[-1]
-        for child in children:
-            if child not in seen:
-                seen.add(child)
-                stack.append((child, iter(_children(child))))
-                break
-        else:
-            stack.pop()
-            if node is not None:
-                yield node
+    def _call(self, _: torch.Tensor) -> None:
+        assert self._node is not None
+        self._found = self._node(*self._grads)  # type: ignore[operator]  # which it is, see torch.autograd.graph.Node

@@ -16,6 +16,7 @@ from ..exceptions import SplitBackwardWarning, StageUsageError
 from ..plan._action import Kind
 from ._backward import run_deferred, run_inputs, run_whole
 from ._data_parallel import find_data_parallel
+from ._divide import Divisions
 
 
 @runtime_checkable
@@ -102,6 +103,7 @@ class EagerProgram:
         self._dw_builder = dw_builder
         self._leaves: dict[int, Sequence[torch.Tensor]] = {}
         self._left: dict[int, Callable[..., None]] = {}  # by microbatch what its W has to do
+        self._divisions = Divisions()
         self._said_unsplit = False
 
     def forward(
@@ -139,7 +141,7 @@ class EagerProgram:
                 return found
             if kind is Kind.B:
                 return run_whole(roots, grads, leaves)
-            found, deferred = run_inputs(roots, grads, leaves, unsplit=self._say_unsplit)
+            found, deferred = run_inputs(roots, grads, leaves, divisions=self._divisions, unsplit=self._say_unsplit)
             self._left[microbatch] = functools.partial(run_deferred, deferred)
             return found
 
