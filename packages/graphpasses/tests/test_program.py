@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from stepwell_graphpasses import GraphProgram, PassConfig
 from stepwell_graphpasses._collectives import starts
 from stepwell_graphpasses.exceptions import CaptureError, ConfigError, GradientError, ModelStateError, PeerMismatchError
-from stepwell_graphpasses.testing import fake_world
+from stepwell_graphpasses.testing import LiveBytes, fake_world
 from stepwell_meta.testing import WorkerPool
 
 
@@ -89,7 +89,7 @@ def test_i_computes_no_gradient_of_a_weight_and_w_all_of_them() -> None:
         kind: sum("mm" in str(node.target) for node in ready.piece.module.graph.nodes)
         for kind, ready in capture.pieces.items()
     }
-    assert products == {"forward": 2, "backward_input": 2, "backward_weight": 2}
+    assert products == {"forward": 2, "backward_input": 2, "backward_weight": 2, "backward": 4}
 
 
 def test_pieces_of_a_sharded_stage_gather_once_and_reduce_once() -> None:
@@ -106,6 +106,7 @@ def test_pieces_of_a_sharded_stage_gather_once_and_reduce_once() -> None:
             "forward": 0,
             "backward_input": 0,
             "backward_weight": 0,
+            "backward": 0,
         }
         (whole,) = program._whole.values()
         for number, output in outputs.items():
@@ -314,3 +315,28 @@ def test_a_stage_with_other_modules_than_when_it_was_captured_is_refused() -> No
     program.module.layers[1] = nn.Linear(6, 6)
     with pytest.raises(ModelStateError, match=r"layers .* has other modules"):
         take(program, 1, *inputs(0)[:1])
+
+
+def test_a_backward_holds_no_more_than_autograd_does() -> None:
+    """It ran as I and W, so that the gradients of all layers' outputs lived until the end, beside all that forward had kept."""
+
+    def peak(kinds: str) -> float:
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(12)))
+        x = torch.randn(4096, 8).requires_grad_()
+        if kinds == "eager":
+            output = module(x)
+            with LiveBytes() as live:
+                output.backward(torch.ones_like(output))
+        else:
+            program = GraphProgram(module)
+            for _ in range(2):  # the first run looks at every result
+                output = take(program, 0, x)
+                with LiveBytes() as live:
+                    for kind in kinds:
+                        program.backward(0, kind, *(([output], [torch.ones_like(output)]) if kind != "W" else ((), ())))
+        return live.peak / (x.numel() * x.element_size())
+
+    eager = peak("eager")
+    assert eager < 6
+    assert peak("B") <= eager + 2
+    assert peak("IW") > eager + 2  # which the two apart need

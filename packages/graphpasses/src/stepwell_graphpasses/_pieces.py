@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -52,10 +52,18 @@ class Ready:
     run: Callable[[list[Any]], tuple[Any, ...]]
     device: str
 
-    def __call__(self, known: dict[str, Any]) -> None:
-        """Add the piece's outputs to the values it takes its inputs from."""
+    def __call__(self, known: dict[str, Any], kept: Container[str] | None) -> None:
+        """Add the piece's outputs to the values it takes its inputs from.
+
+        Args:
+            known: the values by name.
+            kept: names of what is read once more, or given out; the piece forgets other inputs as soon as it has read them. None:
+                all are kept.
+        """
+        names = self.piece.inputs
+        inputs = [known[name] if kept is None or name in kept else known.pop(name) for name in names]
         with torch.no_grad(), torch.autocast(self.device, enabled=False), compat.below_autograd():
-            found = self.run([known[name] for name in self.piece.inputs])
+            found = self.run(inputs)
         known.update(zip(self.piece.outputs, found, strict=True))
 
 
@@ -73,6 +81,11 @@ class StagePieces:
         inputs: names of all inputs: parameters, buffers, tensors, gradients of outputs.
         layouts: how tensors and gradients of outputs lie in memory.
         gathers: what the unshard piece makes of which parameters; pieces with the same can share it.
+        out: the nodes of outputs.
+        grad: those of gradients of inputs, by index of the input.
+        parameter_grad: those of gradients of parameters, by name.
+        later: for the forward and each backward the names of what is read, or given out, after it; also after gradients of inputs
+            were given out.
     """
 
     key: tuple[Any, ...]
@@ -84,6 +97,10 @@ class StagePieces:
     inputs: list[str] = attrs.field(init=False)
     layouts: list[MemoryLayout] = attrs.field(init=False)
     gathers: tuple[Any, ...] = attrs.field(init=False)
+    out: tuple[fx.Node, ...] = attrs.field(init=False)
+    grad: dict[int, fx.Node] = attrs.field(init=False)
+    parameter_grad: dict[str, fx.Node] = attrs.field(init=False)
+    later: dict[str, frozenset[str]] = attrs.field(init=False)
 
     @inputs.default
     def _inputs(self) -> list[str]:
@@ -101,6 +118,34 @@ class StagePieces:
         (output,) = self.pieces["unshard"].piece.module.graph.find_nodes(op="output")
         return tuple((comm_of(node), value_of(node).dtype) for node in output.args[0])
 
+    @out.default
+    def _out(self) -> tuple[fx.Node, ...]:
+        return tuple(self._named("out").values())
+
+    @grad.default
+    def _grad(self) -> dict[int, fx.Node]:
+        return self._named("grad")
+
+    @parameter_grad.default
+    def _parameter_grad(self) -> dict[str, fx.Node]:
+        return self.joint.gradient_nodes
+
+    @later.default
+    def _later(self) -> dict[str, frozenset[str]]:
+        given = {node.name for node in self.parameter_grad.values()}
+        weight = given.union(self._reads("backward_weight"))
+        inward = {node.name for node in self.grad.values()}
+        return {
+            "forward": frozenset(weight | inward).union(self._reads("backward_input"), self._reads("backward")),
+            "backward_input": frozenset(weight | inward),
+            "given": frozenset(weight),
+            "backward_weight": frozenset(given),
+            "backward": frozenset(given | inward),
+        }
+
+    def _reads(self, kind: str) -> tuple[str, ...]:
+        return self.pieces[kind].piece.inputs if kind in self.pieces else ()
+
     @property
     def seeds(self) -> list[str]:
         """Names of the inputs that take the gradients of outputs."""
@@ -111,19 +156,16 @@ class StagePieces:
         return self.layouts[len(self.layouts) - len(self.joint.extra_inputs) + number].laid_out(gradient)
 
     def run(self, kind: str, known: dict[str, Any]) -> None:
-        """Run a piece, where the stage has it."""
+        """Run a piece, where the stage has it; a backward forgets what nothing reads any more."""
         if kind in self.pieces:
-            self.pieces[kind](known)
+            self.pieces[kind](known, self.later[kind] if kind.startswith("backward") else None)
 
-    def kept(self, known: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
-        """Those of the values that these pieces read, or that are given out after them."""
-        names = {name for kind in kinds if kind in self.pieces for name in self.pieces[kind].piece.inputs}
-        names.update(node.name for node in self.joint.gradient_nodes.values())
-        if "backward_input" in kinds:
-            names.update(node.name for node in self.named("grad").values())
-        return {name: value for name, value in known.items() if name in names}
+    def kept(self, known: Mapping[str, Any], after: str) -> dict[str, Any]:
+        """Those of the values that are read later, or given out; see :attr:`later`."""
+        later = self.later[after]
+        return {name: value for name, value in known.items() if name in later}
 
-    def named(self, kind: str) -> dict[int, fx.Node]:
+    def _named(self, kind: str) -> dict[int, fx.Node]:
         """The nodes of outputs (``out``) or of gradients of inputs (``grad``), by index."""
         pairs = zip((name for name, _ in self.joint.losses), self.joint.outputs[1:], strict=False)
         return {int(name.partition(".")[2]): node for name, node in pairs if name.startswith(kind)}
@@ -170,9 +212,10 @@ def cut(joint: JointGraph) -> dict[str, Ready]:
             inward.update(node.all_input_nodes if node in inward else ())
     joint.facts |= {"split"}
     device = next(iter(v.device.type for n in joint.placeholders if isinstance(v := value_of(n), torch.Tensor)), "cpu")
+    made = pieces(joint)
     return {
         piece.kind: Ready(piece, compile_graph(piece.module.graph, piece.module), device)
-        for piece in pieces(joint).pieces
+        for piece in (*made.pieces, *made.backwards)
     }
 
 

@@ -136,11 +136,10 @@ class GraphProgram:
         known = self._gather(capture)
         known |= zip(capture.inputs, self._values(capture, tensors), strict=False)
         capture.run("forward", known)
-        results = [capture.value(node, known).detach() for node in capture.named("out").values()]
+        results = [capture.value(node, known).detach() for node in capture.out]
         if backward:
             outputs = [results[index].requires_grad_() for index in capture.differentiable]
-            kept = capture.kept(known, "backward_input", "backward_weight")
-            self._flights[microbatch] = Flight(capture, kept, outputs, places)
+            self._flights[microbatch] = Flight(capture, capture.kept(known, "forward"), outputs, places)
         return capture.structure.rebuild(results)
 
     def backward(
@@ -165,7 +164,10 @@ class GraphProgram:
         if name == "W":
             if microbatch not in self._left:
                 raise GradientError(f"W of microbatch {microbatch} needs its I first")
-            self._weights(self._left.pop(microbatch))
+            left = self._left.pop(microbatch)
+            if left is not None:
+                left.pieces.run("backward_weight", left.known)
+                self._add_gradients(left)
             return ()
         if name not in ("B", "I"):
             raise GradientError(f"a backward is B, I or W, got {name}")
@@ -174,13 +176,14 @@ class GraphProgram:
         flight = self._flights.pop(microbatch)
         found: tuple[torch.Tensor | None, ...] = (None,) * len(flight.places)
         started = self._start(flight, roots, grads)
-        if started:
-            found = self._inputs(flight)
         flight.outputs.clear()
-        if name == "B":
-            self._weights(flight if started else None)
-        else:
+        if started:
+            flight.pieces.run("backward" if name == "B" else "backward_input", flight.known)
+            found = self._inputs(flight)
+        if name == "I":
             self._left[microbatch] = flight if started else None
+        elif started:
+            self._add_gradients(flight)
         return found
 
     def unshard(self) -> None:
@@ -360,23 +363,23 @@ class GraphProgram:
         return any(gradient is not None for gradient in taken)
 
     def _inputs(self, flight: Flight) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what was received, after the backward that makes them."""
         capture = flight.pieces
-        capture.run("backward_input", flight.known)
-        nodes = capture.named("grad")
         found = tuple(
-            capture.value(nodes[place], flight.known) if place is not None and place in nodes else None
+            capture.value(capture.grad[place], flight.known) if place is not None and place in capture.grad else None
             for place in flight.places
         )
-        flight.known = capture.kept(flight.known, "backward_weight")
+        flight.known = capture.kept(flight.known, "given")
         return found
 
-    def _weights(self, flight: Flight | None) -> None:
-        if flight is None:
-            return
-        flight.pieces.run("backward_weight", flight.known)
-        for name, node in flight.pieces.joint.gradient_nodes.items():
+    def _add_gradients(self, flight: Flight) -> None:
+        """Add a microbatch's gradients of parameters to those of the others; each has memory of its own."""
+        for name, node in flight.pieces.parameter_grad.items():
             gradient = flight.pieces.value(node, flight.known)
-            self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
+            if name in self._gradients:
+                self._gradients[name].add_(gradient)
+            else:
+                self._gradients[name] = gradient
 
     def _zeros(self, live: LiveModel, name: str) -> torch.Tensor:
         parameter = live.table[name]
