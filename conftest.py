@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,16 +11,25 @@ if TYPE_CHECKING:
     from stepwell_meta.testing import WorkerPool
 
 
-def pytest_collection_finish() -> None:
+POOL = pytest.StashKey["WorkerPool"]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported by now stays for good: tests that collect garbage need not look at half a million objects each time."""
     gc.collect()
     gc.freeze()
+    if any("workers" in getattr(item, "fixturenames", ()) for item in session.items):
+        from stepwell_meta.testing import WorkerPool
+
+        session.config.stash[POOL] = WorkerPool()  # its server imports torch while tests run that need no ranks
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (pool := session.config.stash.get(POOL, None)) is not None:
+        pool.close()
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[WorkerPool]:
+def workers(request: pytest.FixtureRequest) -> WorkerPool:
     """Real gloo ranks: ``workers.run(function, 4, …)``."""
-    from stepwell_meta.testing import WorkerPool
-
-    with WorkerPool() as pool:
-        yield pool
+    return request.config.stash[POOL]

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -111,6 +112,7 @@ class WorkerPool:
         self._context.set_forkserver_preload(
             ["torch", "torch.distributed", *LOADED_LATE, "cloudpickle", "stepwell_meta._worker"]
         )
+        forkserver.ensure_running()  # it imports these while its owner goes on
 
     def run(
         self,

@@ -25,7 +25,7 @@ from ._compat import gloo_groups
 from .exceptions import PeerFailure, TransportError
 
 _STILL_CONNECTING = timedelta(seconds=2)
-_PAUSE = 0.002  # seconds between two looks for a member
+_PAUSE, _LONGEST_PAUSE = 0.002, 0.02  # seconds between two looks for the members, at first and in the end
 
 
 @attrs.frozen(eq=False)
@@ -103,18 +103,21 @@ def open_gloo(channels: Sequence[Channel], *, rank: int, store: dist.Store, time
 def _wait_for_members(channel: Channel, rank: int, board: dist.Store, store: dist.Store, timeout: timedelta) -> None:
     """Until every member is about to make its group: gloo, which waits for them too, would not hear of a failure."""
     store.set(f"here/{rank}", "")
-    deadline = time.monotonic() + timeout.total_seconds()
-    while absent := [other for other in channel.ranks if not store.check([f"here/{other}"])]:
+    here = [f"here/{other}" for other in channel.ranks]
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _PAUSE
+    while not store.check(here):
         failure = failure_in(board)
         if failure is not None:
             raise failure.error()
         if time.monotonic() > deadline:
+            absent = [other for other in channel.ranks if not store.check([f"here/{other}"])]
             raise PeerFailure(
                 f"rank {rank} could not open channel {channel.name}: rank {', '.join(map(str, absent))} did not connect within"
                 f" {timeout.total_seconds():g} s; every rank of the group opens the same channels",
-                rank=absent[0],
+                rank=absent[0] if absent else None,
             )
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def open_registered(

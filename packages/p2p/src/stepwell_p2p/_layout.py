@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from stepwell_meta import TensorMeta
 
 
+_UNCOPIED = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+
+
 def row_major(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as a plain contiguous tensor without grad; the tensor's own memory where it is that already.
 
     Raises:
-        P2PUsageError: a DTensor or another subclass that is no plain memory; a sparse tensor, or one without data.
+        P2PUsageError: a DTensor or another subclass that is no plain memory; a sparse tensor, one without data, or of a dtype
+            smaller than a byte.
     """
     if type(tensor) is not torch.Tensor:
         tensor = _plain(tensor)
@@ -29,6 +33,8 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
         raise P2PUsageError(
             f"only dense tensors can be sent, got {tensor.layout}: send its indices and values, or to_dense()"
         )
+    if tensor.dtype in _UNCOPIED:
+        raise P2PUsageError(f"torch copies no values of {tensor.dtype}: send their bytes, tensor.view(torch.uint8)")
     if tensor.is_meta:
         raise P2PUsageError("a tensor on the meta device has no values to send: give it some first, as with to_empty()")
     if tensor.requires_grad:
