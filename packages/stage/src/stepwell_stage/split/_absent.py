@@ -27,7 +27,7 @@ BY_SHAPE = frozenset(
 _READS = frozenset(
     (
         *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__", "__dlpack__"),
-        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
+        *("__format__", "item", "tolist", "numpy", "apply_", "map_", "equal", "allclose", "is_nonzero"),
         *("nonzero", "argwhere", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
     )
 )
@@ -130,6 +130,10 @@ class Absence:
             out = func(*absent_args, **absent_kwargs)
         except DATA_ERRORS as error:
             raise NeedsDataError(source_line(name)) from error
+        except Exception as error:
+            if name in _READS:
+                raise NeedsDataError(source_line(name)) from error
+            raise
         for number in written(func, absent_args, absent_kwargs, used, before):
             if not isinstance(given[number], FakeTensor):  # real so far, but not what will be read from it
                 self._overwritten[memory_of(given[number])] = (given[number], used[number].requires_grad)

@@ -13,9 +13,10 @@ from ._absent import Absence
 from ._demand import StagePlan
 from ._glue import DoneError, StageGlue
 from ._inputs import replaced
-from ._leaves import tensors_in
+from ._leaves import tensors_in, with_tensors
 from ._look import Look
 from ._own import Control
+from ._state import Flags
 from ._templates import Templates
 from ._used import sent, taken
 from ._values import INPUTS, Origin
@@ -53,6 +54,9 @@ class StageForward:
         self._absence = absence
         self._absence.tracks = any(one.asks for one in look.ways.recordings)
         self._measures = any(one.measures for one in look.ways.recordings)
+        # What a whole forward sets and takes back, one that stops in between leaves as it set it.
+        is_set = any(one.sets for one in look.ways.recordings)
+        self._flags = Flags(control.root, control.units) if is_set else None
         self._templates = Templates(absence)
         self._routes = routes(look.ways, plan.parts)
         self._ways = {route.number: route.ways for start in self._routes for route in start.walk()}
@@ -89,19 +93,26 @@ class StageForward:
             measures=self._measures,
         )
         self._give_inputs(glue, named)
+        # Code that takes something out of a list or dict does so in its own, in each stage and microbatch.
+        named = {name: with_tensors(value, tensors_in(value), anew=True) for name, value in named.items()}
         args, kwargs = self._look.inputs.call(named)
         result = None
+        ambient = torch.is_grad_enabled(), torch.get_default_dtype()
+        kept = self._flags.keep() if self._flags is not None else None
         try:
             with self._control.running(glue):
                 result = forward(*args, **kwargs)
             self._end(glue, result)
         except DoneError:
-            pass
+            if self._flags is not None and kept is not None:
+                self._flags.put_back(kept)
         except Exception:
             self._check_route(glue.route, said)  # what failed may have been made in another way
             raise
         finally:
             self._absence.forget()
+            torch.set_grad_enabled(ambient[0])
+            torch.set_default_dtype(ambient[1])
         self._check_route(glue.route, said)
         if not self._plan.is_last:
             result = self._outputs(glue)

@@ -50,7 +50,7 @@ class Glue(TorchFunctionMode):
         name = func.__name__
         if name in ("__get__", "__set__"):
             attribute: str = func.__self__.__name__  # type: ignore[attr-defined]
-            if name == "__get__" and (attribute in FOLLOWED or (attribute in UNTOLD and attribute != "grad")):
+            if name == "__get__" and (attribute in FOLLOWED or attribute in UNTOLD):
                 self.asked(attribute, args[0])
             elif attribute in MEASURES:
                 self.measured(args[0])

@@ -45,26 +45,35 @@ def hidden_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(getattr(value, "__dict__", None))
 
 
-def contents(value: Any) -> list[Any]:
-    """What is in containers, however deep, as it can be compared later on: tensors are what they are, others what they say."""
+def contents(value: Any) -> list[tuple[Any, list[Any]]]:
+    """Every list, dict and dataclass in a value, and what is in each that can be compared later on."""
     if isinstance(value, Mapping):
-        return [len(value), *(one for key, item in value.items() for one in (key, *contents(item)))]
-    if isinstance(value, tuple | list):
-        return [len(value), *(one for item in value for one in contents(item))]
-    names = None if type(value) in _EMPTY else _fields(value)
-    if names is not None:
-        return [one for name in names for one in contents(getattr(value, name, None))]
-    return [value if isinstance(value, _PLAIN) else id(value)]
+        items = [*value.keys(), *value.values()]
+    elif isinstance(value, tuple | list):
+        items = list(value)
+    else:
+        names = None if type(value) in _EMPTY else _fields(value)
+        if names is None:
+            return []
+        items = [getattr(value, name, None) for name in names]
+    found = [(value, [one if isinstance(one, _PLAIN) else id(one) for one in items])]
+    return found + [pair for item in items for pair in contents(item)]
 
 
-def with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
-    """The same value with others in the tensors' places, in order. What holds none of them is not copied."""
+def with_tensors(value: Any, tensors: Iterator[Any], *, anew: bool = False) -> Any:
+    """The same value with others in the tensors' places, in order.
+
+    Args:
+        value: what holds them.
+        tensors: the others.
+        anew: whether containers that hold none are copied too.
+    """
     if isinstance(value, torch.Tensor):
         return next(tensors)
     if isinstance(value, tuple | list | Mapping) or _fields(value) is not None:
-        if next(tensors_in(value), None) is None:
+        if not anew and next(tensors_in(value), None) is None:
             return value
-        return _rebuilt(value, tensors)
+        return _rebuilt(value, tensors, anew=anew)
     return value
 
 
@@ -74,7 +83,7 @@ def signature(value: Any, *, exact: bool = False, within: bool = False) -> Hasha
     Args:
         value: arguments of a module or of a function of torch.
         exact: whether objects of other kinds are refused; otherwise their class counts.
-        within: whether shapes of tensors in their attributes count too.
+        within: whether their attributes count too: shapes of tensors, and plain values.
 
     Raises:
         TypeError: there is such an object.
@@ -97,26 +106,30 @@ def signature(value: Any, *, exact: bool = False, within: bool = False) -> Hasha
         return (type(value), *(signature(getattr(value, name, None), exact=exact, within=within) for name in names))
     if exact:
         raise TypeError(f"a {type(value).__name__} has no signature")
-    return (type(value), *(tensor.shape for tensor in hidden_in(value))) if within else (type(value),)
+    if not within:
+        return (type(value),)
+    kept = getattr(value, "__dict__", None) or {}
+    plain = ((name, one) for name, one in kept.items() if one is None or isinstance(one, _PLAIN))
+    return (type(value), *plain, *(tensor.shape for tensor in hidden_in(value)))
 
 
-def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
+def _rebuilt(value: Any, tensors: Iterator[Any], *, anew: bool) -> Any:
     if isinstance(value, tuple):
-        items = [with_tensors(item, tensors) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
+        items = [with_tensors(item, tensors, anew=anew) for item in value]
+        if hasattr(value, "_make"):
+            return value._make(items)  # not by its __new__, which may want to see what it is given
         return type(value)(items) if type(value) is not tuple else tuple(items)
     if isinstance(value, list):
         new = copy.copy(value)
-        new[:] = [with_tensors(item, tensors) for item in value]
+        new[:] = [with_tensors(item, tensors, anew=anew) for item in value]
         return new
     new = copy.copy(value)
     if isinstance(value, Mapping):
         for name, item in list(value.items()):
-            new[name] = with_tensors(item, tensors)
+            new[name] = with_tensors(item, tensors, anew=anew)
         return new
     for name in _fields(value) or ():
-        object.__setattr__(new, name, with_tensors(getattr(value, name, None), tensors))
+        object.__setattr__(new, name, with_tensors(getattr(value, name, None), tensors, anew=anew))
     return new
 
 

@@ -22,7 +22,7 @@ from ._leaves import tensors_in, with_tensors
 from ._own import copy_structure, named_tensors
 from ._poison import UnitState
 from ._record import Recorder
-from ._state import GlueState
+from ._state import Flags, GlueState
 from ._templates import Example, Templates
 from ._units import Branch, choose_units
 from ._values import Recording
@@ -250,16 +250,18 @@ def _record(
         copy.train(mode[0])
     templates, owned = None if real else Templates(absence), {name: control.named[name] for name in own}
     plain, before = UnitState(), None
+    with control.shown():
+        flags = Flags(copy, control.units)
     sights: list[Sight] = []
     while len(sights) < 2:
         mine = _copies(named)  # glue may change them in place, and the example is the caller's
-        recorder = Recorder(absence, templates, mine, readable, originals, owned, plain, before)
+        recorder = Recorder(absence, templates, mine, readable, originals, owned, plain, before, flags)
         args, kwargs = taken.call(mine)
         with torch.set_grad_enabled(mode[1]), control.running(recorder):
-            state = GlueState(copy, control.units)
+            state = GlueState(copy)
             result = copy(*args, **kwargs)
             after = state.now()
-        changes = state.changes(after, recorder.was_written)
+        changes = state.changes(after, recorder.was_written, recorder.units)
         sights.append(Sight(recorder.finish(result, changes), recorder.examples, recorder.seconds))
         absence.forget()
         if not changes and not plain.is_changed:

@@ -34,6 +34,8 @@ class Control:
         foreign: units of other stages.
         units: all units of the copy.
         shadows: of units that are there, by name, what other stages have in their place.
+        shared: where a tensor is that is there, and where the same one is in what is there only while the forward runs: for who
+            wraps or ties it may put another in its place.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Control:
         foreign: Sequence[nn.Module],
         units: Sequence[nn.Module],
         shadows: Mapping[str, nn.Module],
+        shared: Sequence[tuple[dict[str, Any], str, dict[str, Any], str]],
     ) -> None:
         self.glue: Glue | None = None
         self.named = named
         self.units = units
         self.shadows = shadows
-        self._root = root
+        self._shared = shared
+        self.root = root
         self._foreign = (*foreign, *shadows.values())
         self._hidden = hidden
         self._nothing = [(place, dict.fromkeys(what)) for place, what in hidden]
@@ -62,21 +66,30 @@ class Control:
             place.update(nothing)
 
     @contextlib.contextmanager
-    def running(self, glue: Glue) -> Iterator[None]:
-        """Meanwhile units ask ``glue``, and what is absent is there."""
-        if self._training != self._root.training:
-            self._training = self._root.training
-            for unit in self._foreign:
-                unit.train(self._training)
+    def shown(self) -> Iterator[None]:
+        """Meanwhile what is absent is there."""
         for place, what in self._hidden:
             place.update(what)
+        try:
+            yield
+        finally:
+            self.hide()
+
+    @contextlib.contextmanager
+    def running(self, glue: Glue) -> Iterator[None]:
+        """Likewise; and units ask ``glue``."""
+        if self._training != self.root.training:
+            self._training = self.root.training
+            for unit in self._foreign:
+                unit.train(self._training)
+        for source, key, place, name in self._shared:
+            place[name] = source[key]
         self.glue = glue
         try:
-            with glue:
+            with self.shown(), glue:
                 yield
         finally:
             self.glue = None
-            self.hide()
 
 
 def copy_structure(
@@ -131,10 +144,31 @@ def copy_structure(
             if mine:
                 hidden.append((place, mine))
     shadows = _shadows(model, {name: unit for name, unit in units.items() if name in own}, absence)
-    control = Control(new, named, hidden, foreign, [memo[id(unit)] for unit in units.values()], shadows)
+    control = Control(
+        new, named, hidden, foreign, [memo[id(unit)] for unit in units.values()], shadows, _shared(new, foreign, absent)
+    )
     for name, unit in units.items():
         _watch(memo[id(unit)], control, name)
     return new, control
+
+
+def _shared(
+    root: nn.Module, foreign: Sequence[nn.Module], absent: set[int]
+) -> list[tuple[dict[str, Any], str, dict[str, Any], str]]:
+    """Places of one tensor, of which one is outside of foreign units and the other within."""
+    outside = list(_outside(root, set(map(id, foreign))))
+    here = {id(one): (place, name) for module in outside for place, name, one in _places(module)}
+    known = set(map(id, outside))
+    inside = [module for unit in foreign for module in unit.modules() if id(module) not in known]
+    return [
+        (*here[id(one)], place, name) for module in inside for place, name, one in _places(module) if id(one) in here
+    ]
+
+
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for place in places:
+        yield from ((place, name, one) for name, one in place.items() if one is not None)
 
 
 def _shadows(model: nn.Module, units: Mapping[str, nn.Module], absence: Absence) -> dict[str, nn.Module]:

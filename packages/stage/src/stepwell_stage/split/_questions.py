@@ -23,10 +23,10 @@ UNTOLD = frozenset(
             "_typed_storage",
         ),
         *("storage_offset", "storage_type", "is_set_to", "is_shared", "is_pinned", "retains_grad"),
-        *("_backward_hooks", "_post_accumulate_grad_hooks", "__cuda_array_interface__", "backward", "grad"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "__cuda_array_interface__", "backward"),
     )
 )
-"""What is refused, if the model's own code asks for it: ``grad`` as a function is ``torch.autograd.grad``."""
+"""What is refused, if the model's own code asks for it."""
 
 MEASURES = frozenset(
     (

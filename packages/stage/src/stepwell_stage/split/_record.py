@@ -24,6 +24,7 @@ from ._leaves import contents, hidden_in, tensors_in, with_tensors
 from ._needs import needing
 from ._poison import UnitState
 from ._questions import FOLLOWED
+from ._state import Flags
 from ._templates import Effects, Example, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
 
@@ -59,6 +60,7 @@ class Recorder(Glue):
         owned: parameters and buffers of units, by name.
         plain: watches what else units change.
         before: what saw the forward before this one, if the model remembers that there was one.
+        flags: of the model.
 
     Attributes:
         examples: with real units, what each call took and gave.
@@ -75,6 +77,7 @@ class Recorder(Glue):
         owned: Mapping[str, torch.Tensor],
         plain: UnitState,
         before: Recorder | None,
+        flags: Flags,
     ) -> None:
         super().__init__()
         self.examples: dict[int, Example] = {}
@@ -103,6 +106,7 @@ class Recorder(Glue):
         self._owned = {memory_of(tensor): name for name, tensor in owned.items()}
         self._plain = plain
         self._before = before
+        self._flags, self._kept, self._sets = flags, flags.keep(), False
         self._inputs: list[tuple[str, torch.Tensor]] = []
         for name, value in inputs.items():
             self._inputs += ((name, tensor) for tensor in tensors_in(value))
@@ -138,7 +142,13 @@ class Recorder(Glue):
             frozenset(self._singles),
             self._asks,
             self._measures,
+            self._sets,
         )
+
+    @property
+    def units(self) -> set[str]:
+        """The units that were called."""
+        return {call.unit for call in self._calls}
 
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was changed in place."""
@@ -199,6 +209,8 @@ class Recorder(Glue):
         if reads(name, args):
             line = source_line(name)
             self._reads += (Read(self.count, position, line) for position in parents)
+        if func is torch.autograd.grad:
+            self._check_gradient(args, kwargs)
         before = versions(given)
         with Draws() as draws:
             out = self._absence.run(func, args, kwargs)
@@ -258,6 +270,7 @@ class Recorder(Glue):
         number = self.count
         self.count += 1
         self._names.append(name)
+        self._sets = self._sets or not self._flags.are_as(self._kept)
         given = [*tensors_in(args), *tensors_in(kwargs)]
         hidden = (tensor for tensor in hidden_in((args, kwargs)) if id(tensor) in self._seen)
         inputs = tuple(dict.fromkeys(map(self._position, (*given, *hidden))))
@@ -271,7 +284,7 @@ class Recorder(Glue):
             with Inside(name, self._inside):
                 out = self._plain.call(name, module, (args, kwargs), functools.partial(call, *args, **kwargs))
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            check_content(name, content, (args, kwargs))
+            check_content(name, content, out)
             # A tensor that it was given is another one on stages that do not call it; and its graph is not needed.
             out = with_tensors(out, map(functools.partial(_apart, given), tensors_in(out)))
             effects = Effects.of(given, before, list(tensors_in(out)))
@@ -309,6 +322,26 @@ class Recorder(Glue):
                 " through a closure, a lambda or a function that was made beforehand, which no copy of the model changes; reach"
                 " modules and parameters through self"
             )
+
+    def _check_gradient(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """No stage has the graph of a gradient that goes through units."""
+        outputs = tensors_in((args[:1], kwargs.get("outputs")))
+        inputs = {self._position(tensor) for tensor in tensors_in((args[1:2], kwargs.get("inputs")))}
+        after = set(inputs)
+        for position, value in enumerate(self._values):
+            if after.intersection(value.parents):
+                after.add(position)
+        todo, seen = [self._position(tensor) for tensor in outputs], set(inputs)
+        while todo:
+            position = todo.pop()
+            value = self._values[position]
+            if value.origin is Origin.CALL and position in after - inputs:
+                raise StageUsageError(
+                    f"{source_line('the forward')} takes a gradient through unit {value.name!r}, whose graph no other stage has:"
+                    " make the module that takes it a unit (units=)"
+                )
+            todo += set(value.parents) - seen
+            seen.update(value.parents)
 
     def _check_owned(self, name: str, changed: Sequence[torch.Tensor]) -> None:
         """Glue may not change what is a unit's: a stage stops when nothing is left to compute, and others have it not."""

@@ -8,7 +8,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,17 +30,16 @@ Place: TypeAlias = tuple[str, Any, Any, Any]
 """A name, what holds it, under which key, and what is there."""
 
 
-def plain_in(value: Any, name: str, seen: set[int], skip: set[int] = frozenset()) -> Iterator[Place]:  # type: ignore[assignment]
+def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
     """What is kept in an object, however deep: plain values, tensors, arrays and generators of random numbers.
 
     Args:
         value: the object.
         name: what it is called.
         seen: objects that have been looked into, by identity.
-        skip: objects that are not looked into, likewise.
     """
     held: Any
-    if id(value) in seen or id(value) in skip or isinstance(value, (*_PLAIN, *_CODE, torch.Tensor)):
+    if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE, torch.Tensor)):
         return
     seen.add(id(value))
     if isinstance(value, MutableMapping | types.MappingProxyType):
@@ -68,7 +67,7 @@ def plain_in(value: Any, name: str, seen: set[int], skip: set[int] = frozenset()
         if now is not _NOT_PLAIN:
             yield path, value, key, now
         else:
-            yield from plain_in(one, path, seen, skip)
+            yield from plain_in(one, path, seen)
 
 
 _NOT_PLAIN = object()
@@ -102,25 +101,27 @@ class GlueState:
 
     Args:
         root: the model.
-        units: its units. What is in them is their own matter.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
-        self._inside = {id(module) for unit in units for module in unit.modules()}
-        self._modules = [(name, module) for name, module in root.named_modules() if id(module) not in self._inside]
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.named_modules())
         self._before = self.now()
 
     def changes(
-        self, after: Mapping[str, Any], was_written: Callable[[torch.Tensor], bool]
+        self, after: Mapping[str, Any], was_written: Callable[[torch.Tensor], bool], units: Collection[str]
     ) -> dict[str, tuple[Any, Any]]:
         """What is not as it was, before and after, by name.
 
         Args:
             after: the state now.
             was_written: whether a tensor was changed in place.
+            units: the units that were called, by name. What is in them is their own matter.
         """
         changed = {}
+        prefixes = tuple(f"{unit}." for unit in units)
         for name in {**self._before, **after}:
+            if name.startswith(prefixes):
+                continue
             was, now = self._before.get(name), after.get(name)
             is_other = now is not was if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor) else now != was
             if is_other or (isinstance(now, torch.Tensor) and was_written(now)):
@@ -134,9 +135,45 @@ class GlueState:
     def _now(self) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
         for path, module in self._modules:
-            for name, _, _, value in plain_in(module, path, seen, self._inside):
+            for name, _, _, value in plain_in(module, path, seen):
                 yield name, value
         yield "random", random.getstate()
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             yield "numpy.random", repr(numpy.random.get_state())
+
+
+class Flags:
+    """Plain attributes of a model beside its units, and which of all its modules are in training.
+
+    Args:
+        root: the model.
+        units: its units.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
+        inside = {id(module) for unit in units for module in unit.modules()}
+        self._modules = list(root.modules())
+        self._places = [vars(module) for module in self._modules if id(module) not in inside]
+
+    def keep(self) -> Any:
+        """What :meth:`put_back` takes."""
+        return [dict(place) for place in self._places], [module.training for module in self._modules]
+
+    def are_as(self, kept: Any) -> bool:
+        """Whether they are as they were."""
+        places, training = kept
+        return training == [module.training for module in self._modules] and all(
+            place.keys() == was.keys() and all(place[key] is was[key] for key in was)
+            for place, was in zip(self._places, places, strict=True)
+        )
+
+    def put_back(self, kept: Any) -> None:
+        """Make them as they were."""
+        places, training = kept
+        for place, was in zip(self._places, places, strict=True):
+            for key in place.keys() - was.keys():
+                del place[key]
+            place.update(was)
+        for module, mode in zip(self._modules, training, strict=True):
+            module.training = mode

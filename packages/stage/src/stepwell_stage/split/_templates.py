@@ -53,6 +53,7 @@ class Effects:
 
 
 _NONE = Effects((), ())
+_MOST = 4096
 
 
 class Templates:
@@ -97,6 +98,8 @@ class Templates:
         key = (name, module.training, self._autocast(), self._needs((args, kwargs)), *looks, example)
         known = self._known.get(key)
         if known is None:
+            if len(self._known) >= _MOST:  # a number among what units are given may be another each time
+                self._known.clear()
             known = self._known[key] = self._make(example, name, call, args, kwargs)
         return known
 
@@ -175,7 +178,7 @@ class Templates:
         before, content = versions(given), contents((absent_args, absent_kwargs))
         with torch.set_grad_enabled(self._absence.tracks and torch.is_grad_enabled()), self._absence.mode:
             result = call(*absent_args, **absent_kwargs)
-        check_content(name, content, (absent_args, absent_kwargs))
+        check_content(name, content, result)
         return Known(result, Effects.of(given, before, list(tensors_in(result))))
 
 
@@ -204,7 +207,7 @@ class Known:
             if anew or leaf._version != self._versions[number] or leaf.requires_grad != self._needs[number]:
                 leaf = self._leaves[number] = self._leaf(number)
                 self._versions[number] = leaf._version
-        return with_tensors(self._result, iter(self._leaves))
+        return with_tensors(self._result, iter(self._leaves), anew=True)
 
     def _leaf(self, number: int) -> torch.Tensor:
         leaf = torch.empty_like(self._kept[number])
@@ -293,17 +296,24 @@ class _Look:
         return needing(absent) if self.needs_grad and absence.tracks and torch.is_grad_enabled() else absent
 
 
-def check_content(name: str, before: Sequence[Any], given: Any) -> None:
-    """A unit does not change the containers that it is given: other stages would not see it.
+def check_content(name: str, before: Sequence[tuple[Any, list[Any]]], result: Any) -> None:
+    """A unit does not change the containers that it is given: other stages would not see it, unless it returns them.
+
+    Args:
+        name: of the unit.
+        before: the containers, and what was in them before the call.
+        result: what it returned.
 
     Raises:
         StageUsageError: it has.
     """
-    if contents(given) != before:
-        raise StageUsageError(
-            f"unit {name!r} changes a list, dict or dataclass that it is given, which other stages do not see: return what it"
-            " puts there, or make the module that holds both a unit (units=)"
-        )
+    returned = {id(container) for container, _ in contents(result)}
+    for container, content in before:
+        if id(container) not in returned and contents(container)[0][1] != content:
+            raise StageUsageError(
+                f"unit {name!r} changes a {type(container).__name__} that it is given, which other stages do not see: return it,"
+                " or make the module that holds both a unit (units=)"
+            )
 
 
 def _plain(result: Any) -> Hashable:

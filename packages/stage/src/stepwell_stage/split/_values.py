@@ -100,6 +100,7 @@ class Recording:
         singles: numbers of operations that give a single tensor, not a row of them.
         asks: whether Python asks if what units make needs a gradient.
         measures: whether Python asks for the shape of what units make.
+        sets: whether attributes of glue are another while it runs than before.
     """
 
     names: tuple[str, ...]
@@ -114,3 +115,4 @@ class Recording:
     singles: frozenset[int] = frozenset()
     asks: bool = False
     measures: bool = False
+    sets: bool = False
