@@ -8,7 +8,9 @@ from typing import Any
 import graphpasses_support as support
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stepwell_graphpasses import JointGraph, trace
 from stepwell_graphpasses.exceptions import CaptureError, ConfigError
@@ -134,3 +136,24 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     """It ended the process."""
     with pytest.raises(ConfigError, match="device 'cuda' is not available here"):
         trace(support.MLP(4, 3), support.mse_loss, support.pair((4, 3), rank=0), device="cuda")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_reentrant_checkpoints_are_refused_by_module(waits: bool) -> None:
+    """Where their input waits for no gradient of the model's, the parameters within had none, without a word."""
+
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_() if waits else self.first(x)
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model.folded(x), y)
+
+    model = nn.ModuleDict({"folded": Folded()})
+    with pytest.raises(CaptureError, match=r"checkpointing in folded has use_reentrant=True.* use_reentrant=False"):
+        trace(model, step, X)

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from . import _compat as compat
+from .exceptions import CaptureError
 
 
 class Scopes:
@@ -48,7 +49,11 @@ class Scopes:
                 handle.remove()
 
     def start_backward(self, roots: Sequence[torch.Tensor]) -> None:
-        """Follow the autograd nodes behind ``roots`` from here on."""
+        """Follow the autograd nodes behind ``roots`` from here on.
+
+        Raises:
+            CaptureError: one of them takes gradients of its own, which go past the step's.
+        """
         self.in_backward = True
         self._mark()
         seen: set[Any] = set()
@@ -61,6 +66,12 @@ class Scopes:
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
             number = compat.sequence_number(node)
+            if node.name() == "CheckpointFunctionBackward":  # of a public function, whose other way works
+                where = owners.at(number) if number is not None else ""
+                raise CaptureError(
+                    f"activation checkpointing in {where or 'train_fn'} has use_reentrant=True: it takes gradients of its own,"
+                    " which a capture does not see; call checkpoint with use_reentrant=False"
+                )
             if number is not None:
                 node.register_prehook(functools.partial(_ignoring_gradients, self._jump, owners.at(number)))
 
