@@ -217,7 +217,7 @@ class _Solution:
         for value, why in needed.items():
             self._take(stage, value, why, real, costs)
         self.real.append(self._all_real(stage))
-        several = len(self.every) > 1
+        several = len(self.every) > 1 or any(recording.draws for recording in self.ways.recordings)
         if stage and not self.receives[stage]:
             self._sign(stage, stage - 1, _ROUTE if several else _TOKEN)
         elif several:

@@ -16,7 +16,7 @@ from ._inputs import replaced
 from ._leaves import tensors_in, with_tensors
 from ._look import Look
 from ._own import Control
-from ._state import Flags
+from ._state import Flags, drawn
 from ._templates import Templates
 from ._used import sent, taken
 from ._values import INPUTS, Origin
@@ -57,6 +57,7 @@ class StageForward:
         # What a whole forward sets and takes back, one that stops in between leaves as it set it.
         is_set = any(one.sets for one in look.ways.recordings)
         self._flags = Flags(control.root, control.units) if is_set else None
+        self._draws, self._drawn = any(one.draws for one in look.ways.recordings), 0
         self._templates = Templates(absence)
         self._routes = routes(look.ways, plan.parts)
         self._ways = {route.number: route.ways for start in self._routes for route in start.walk()}
@@ -70,6 +71,7 @@ class StageForward:
         """Run the model's forward as far as this stage needs it."""
         start, known = time.perf_counter(), self._templates.count
         values = () if self._stage == 0 else self._joined(received)
+        self._drawn = drawn() if self._draws else 0
         said = Said([values[slot] for slot in self._plan.said])
         if self._is_given:
             way, named = self._look.kinds.like(self._stage, self._named(received, inputs))
@@ -129,7 +131,7 @@ class StageForward:
 
     def _told(self, said: Said) -> Route:
         """Of what kind the inputs are that only the first stage was given."""
-        ways = [self._ways[number] for number in said.numbers()] or [(0,)]
+        ways = [self._ways[number] for number, _ in said.numbers()] or [(0,)]
         return self._routes[ways[0][0]]
 
     def _give_inputs(self, glue: StageGlue, named: Mapping[str, Any]) -> None:
@@ -156,8 +158,8 @@ class StageForward:
 
     def _check_route(self, route: Route, said: Said) -> None:
         """Refuse to go on with what another stage made where it went another way."""
-        for number in said.numbers():
-            if not set(self._ways[number]).intersection(route.ways):
+        for number, drawn_there in said.numbers():
+            if drawn_there != self._drawn or not set(self._ways[number]).intersection(route.ways):
                 raise StageUsageError(
                     f"stage {self._stage} went another way than a stage before it: the inputs, or what else decides how the"
                     " forward goes on, such as a random number of Python's, must be the same on every rank"
@@ -168,7 +170,7 @@ class StageForward:
         device = self._absence.device
         outputs = [torch.empty(0, device=device) if one is None else one for one in glue.sent]
         if self._plan.says is not None:
-            outputs[self._plan.says] = torch.full((1,), glue.route.number, device=device)
+            outputs[self._plan.says] = torch.tensor([glue.route.number, self._drawn], device=device)
         if self._plan.marks is not None:
             marks, outputs = sent(outputs, device)
             outputs[self._plan.marks] = marks
@@ -197,8 +199,8 @@ class Said:
         if self._arrived is not None:
             self._arrived.record()
 
-    def numbers(self) -> list[int]:
-        """The numbers of the routes."""
+    def numbers(self) -> list[tuple[int, int]]:
+        """The numbers of the routes, and what stands for the random numbers of Python's that each stage began with."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [int(tensor) for tensor in self._here]
+        return [(number, state) for number, state in (tensor.tolist() for tensor in self._here)]

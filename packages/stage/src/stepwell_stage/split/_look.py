@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -22,7 +19,7 @@ from ._leaves import tensors_in, with_tensors
 from ._own import copy_structure, named_tensors
 from ._poison import UnitState
 from ._record import Recorder
-from ._state import Flags, GlueState
+from ._state import Flags, GlueState, undrawn
 from ._templates import Example, Templates
 from ._units import Branch, choose_units
 from ._values import Recording
@@ -190,7 +187,7 @@ def _look_at(
         )
     if not with_time:
         try:
-            with _undisturbed(model, device), quiet_fakes():
+            with undisturbed(model, device), undrawn(), quiet_fakes():
                 return _record(model, taken, named, units, device, mode, real=False)
         except NeedsDataError as error:
             if on_meta:
@@ -198,25 +195,11 @@ def _look_at(
                     f"{type(model).__name__} decides by data how it goes on: {error.what}; on the meta device there is none: give"
                     " the model values before it is split"
                 ) from error
-    with _undisturbed(model, device):
+    with undisturbed(model, device), undrawn():
         try:
             return _record(model, taken, named, units, device, mode, real=True)
         except NeedsDataError as error:
             raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards buffers and all random numbers are as before, those of Python too."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        with undisturbed(model, device):
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
 
 
 def _check_hooks(model: nn.Module, units: Mapping[str, nn.Module]) -> None:

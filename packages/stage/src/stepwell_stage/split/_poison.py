@@ -13,7 +13,7 @@ from torch import nn
 
 from ..exceptions import StageUsageError
 from ._frames import source_line
-from ._state import Place, plain_in
+from ._state import Place, plain_in, undrawn
 
 _ASKING = (
     *(
@@ -79,7 +79,8 @@ class UnitState:
         self._restore(name)
         before = {(id(holder), key): value for _, holder, key, value in self._plain(name, module, args)}
         try:
-            return call()
+            with undrawn():  # what a unit draws is its own matter
+                return call()
         finally:
             for _, holder, key, value in self._plain(name, module, args):
                 if isinstance(value, Poison) or holder is None:

@@ -24,7 +24,7 @@ from ._leaves import contents, hidden_in, tensors_in, with_tensors
 from ._needs import needing
 from ._poison import UnitState
 from ._questions import FOLLOWED
-from ._state import Flags
+from ._state import DRAWN, Flags
 from ._templates import Effects, Example, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
 
@@ -143,6 +143,7 @@ class Recorder(Glue):
             self._asks,
             self._measures,
             self._sets,
+            DRAWN in changes,
         )
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
 import sys
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
@@ -96,6 +98,30 @@ def _slots(kind: type) -> Sequence[str]:
     return [slots] if isinstance(slots, str) else [slot for slot in slots if not slot.startswith("__")]
 
 
+DRAWN = "random numbers"
+"""What the state of Python's and NumPy's generators is called."""
+
+
+def drawn() -> int:
+    """Stands for the state of Python's and NumPy's generators; the same in every process."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()[1].tobytes()
+    return zlib.crc32(repr(states).encode())
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Afterwards Python's and NumPy's random numbers go on as if none had been drawn."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None and states[1] is not None:
+            numpy.random.set_state(states[1])
+
+
 class GlueState:
     """The state of glue before a forward.
 
@@ -137,10 +163,7 @@ class GlueState:
         for path, module in self._modules:
             for name, _, _, value in plain_in(module, path, seen):
                 yield name, value
-        yield "random", random.getstate()
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            yield "numpy.random", repr(numpy.random.get_state())
+        yield DRAWN, drawn()
 
 
 class Flags:

@@ -101,6 +101,7 @@ class Recording:
         asks: whether Python asks if what units make needs a gradient.
         measures: whether Python asks for the shape of what units make.
         sets: whether attributes of glue are another while it runs than before.
+        draws: whether glue draws random numbers of Python's or NumPy's.
     """
 
     names: tuple[str, ...]
@@ -116,3 +117,4 @@ class Recording:
     asks: bool = False
     measures: bool = False
     sets: bool = False
+    draws: bool = False
