@@ -13,9 +13,10 @@ from torch.distributed.pipelining import microbatch as torchs
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask
 
+from stepwell_meta.exceptions import StepwellError
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import Transport
-from stepwell_stage import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
+from stepwell_stage import Executor, TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.run._chunks import BY_RULE, with_specs
 from stepwell_stage.run._microbatch import split
@@ -145,6 +146,43 @@ def test_a_batch_that_cannot_be_cut_is_an_error_on_every_rank(threads: Threads) 
 
     first, second = threads(run, 2)
     assert second == f"the first stage's rank refused the step: {first}"
+
+
+class Widens(nn.Module):
+    """Each microbatch's output has one more column than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.columns = nn.Linear(2, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.columns += 1
+        result: torch.Tensor = self.linear(x)[:, : self.columns]
+        return result
+
+
+def two_steps(executor: Executor) -> None:
+    for _ in range(2):
+        step(executor, torch.ones(4, 2), torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["wrong from the first", "wrong from the second"])
+def test_outputs_that_cannot_be_joined_end_the_step_on_every_rank(threads: Threads, late: bool) -> None:
+    """Only the last rank heard of it, after all had run; the others' next step waited for a rank that was gone."""
+
+    def run(transport: Transport) -> tuple[str, bool]:
+        modules = [nn.Linear(2, 2), Widens() if late else nn.Linear(2, 2)]
+        spec = None if late else TensorChunkSpec(3)
+        executor = build(transport, modules, gpipe(2, 2), loss_fn=lambda y, _: y.sum(), output_merge_spec=spec)
+        with pytest.raises(StepwellError) as raised:
+            two_steps(executor)
+        return str(raised.value), any(parameter.grad is not None for parameter in executor.parameters())
+
+    (first, has_grad), (second, also) = threads(run, 2)
+    words = "cannot be joined along dim 0" if late else "has no dim 3"
+    assert words in first
+    assert words in second
+    assert late or not (has_grad or also)  # what can be found early is, before anything runs backward
 
 
 def test_p044_a_block_mask_is_cut_with_its_function() -> None:

@@ -212,9 +212,14 @@ def run_inputs(
     return _take_grads(inputs), deferred
 
 
-def run_deferred(deferred: list[Deferred]) -> None:
-    """Run all that is left and forget it, so that memory is freed on the way."""
-    ask = _Ask()
+def run_deferred(deferred: list[Deferred], ask: Ask | None = None) -> None:
+    """Run all that is left and forget it, so that memory is freed on the way.
+
+    Args:
+        deferred: what is left.
+        ask: what asks nodes, where it is kept.
+    """
+    ask = ask or Ask()
     while deferred:
         part = deferred.pop()
         roots, grads = part.roots, part.grads
@@ -257,30 +262,41 @@ class _Tap:
         self.grads = grads
 
 
-class _Ask:
-    """Asks nodes for some of their results.
+class _Question:
+    """A hook that calls a node. Mutable: which, changes."""
+
+    def __init__(self) -> None:
+        self.node: Node | None = None
+        self.grads: Sequence[torch.Tensor | None] = ()
+        self.found: Any = None
+
+    def __call__(self, _: torch.Tensor) -> None:
+        assert self.node is not None
+        self.found = self.node(*self.grads)  # type: ignore[operator]  # which it is, see torch.autograd.graph.Node
+
+
+class Ask:
+    """Asks nodes for some of their results; mutable, and used by one thread.
 
     A node that is called computes only what the backward that is under way wants. So one is begun, at a tensor that nothing else
     uses, which wants just these results and does not reach them; and the node is called within it, from a hook.
     """
 
     def __init__(self) -> None:
-        self._start = torch.zeros((), requires_grad=True)
-        self._start.register_hook(self._call)  # type: ignore[no-untyped-call]
-        self._gradient = torch.ones(())
-        self._node: Node | None = None
-        self._grads: Sequence[torch.Tensor | None] = ()
-        self._found: Any = None
+        with torch.inference_mode(mode=False):
+            self._start = torch.zeros((), device="cpu", requires_grad=True)
+            self._gradient = torch.ones((), device="cpu")
+        self._question = _Question()
+        self._start.register_hook(self._question)  # type: ignore[no-untyped-call]
 
     def __call__(
         self, node: Node, grads: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor | GradientEdge]
     ) -> Grads:
         """All results of a node, but of those that are not wanted None."""
-        self._node, self._grads = node, grads
-        run_backward((self._start,), (self._gradient,), leaves=wanted)
-        found, self._node, self._grads, self._found = self._found, None, (), None
-        return found if isinstance(found, tuple) else (found,)
-
-    def _call(self, _: torch.Tensor) -> None:
-        assert self._node is not None
-        self._found = self._node(*self._grads)  # type: ignore[operator]  # which it is, see torch.autograd.graph.Node
+        question = self._question
+        question.node, question.grads = node, grads
+        try:
+            run_backward((self._start,), (self._gradient,), leaves=wanted)
+            return question.found if isinstance(question.found, tuple) else (question.found,)
+        finally:
+            question.node, question.grads, question.found = None, (), None

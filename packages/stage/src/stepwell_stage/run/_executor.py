@@ -274,6 +274,8 @@ class Executor:
                 self.transport.open(self.plan.placement, wires)
             self._is_open = True
         data = StepData((), (), None, (), return_outputs)
+        # On the first microbatch alone, a spec that does not fit is found before anything runs backward.
+        data.check_output = lambda output: merge([output], self._output_spec)
         try:
             if run is self._train:
                 self._check_gradients()
@@ -308,7 +310,11 @@ class Executor:
         if losses is not None:
             losses.extend(data.losses[microbatch] for microbatch in sorted(data.losses))
         if self.is_last and return_outputs:
-            return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)], self._output_spec)
+            try:
+                return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)], self._output_spec)
+            except Exception as error:  # the other ranks would begin a next step
+                run.fail(f"{type(error).__name__}: {error}")
+                raise
         return None
 
     def _check_gradients(self) -> None:

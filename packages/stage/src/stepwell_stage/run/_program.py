@@ -14,7 +14,7 @@ from torch import nn
 from .._compat import non_leaf
 from ..exceptions import SplitBackwardWarning, StageUsageError
 from ..plan._action import Kind
-from ._backward import run_deferred, run_inputs, run_whole
+from ._backward import Ask, run_deferred, run_inputs, run_whole
 from ._data_parallel import find_data_parallel
 from ._divide import Divisions
 
@@ -103,7 +103,7 @@ class EagerProgram:
         self._dw_builder = dw_builder
         self._leaves: dict[int, Sequence[torch.Tensor]] = {}
         self._left: dict[int, Callable[..., None]] = {}  # by microbatch what its W has to do
-        self._divisions = Divisions()
+        self._divisions, self._ask = Divisions(), Ask()
         self._said_unsplit = False
 
     def forward(
@@ -142,7 +142,7 @@ class EagerProgram:
             if kind is Kind.B:
                 return run_whole(roots, grads, leaves)
             found, deferred = run_inputs(roots, grads, leaves, divisions=self._divisions, unsplit=self._say_unsplit)
-            self._left[microbatch] = functools.partial(run_deferred, deferred)
+            self._left[microbatch] = functools.partial(run_deferred, deferred, self._ask)
             return found
 
     def unshard(self) -> None:

@@ -36,6 +36,7 @@ class StepData:
         targets: targets of each microbatch, on the last stage's rank; None where the loss takes none.
         weights: weight of each microbatch's loss.
         keep_outputs: whether the last stage keeps its outputs.
+        check_output: called with the outputs of the first microbatch that has any, where they are kept.
         losses: loss of each microbatch, by number.
         named: its named parts, if it has any.
         outputs: outputs of each microbatch, by number.
@@ -46,6 +47,7 @@ class StepData:
     targets: Sequence[Any] | None
     weights: Sequence[float]
     keep_outputs: bool
+    check_output: Callable[[Any], object] = lambda output: None
     losses: dict[int, torch.Tensor] = attrs.field(factory=dict)
     named: dict[int, dict[str, torch.Tensor]] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
@@ -261,7 +263,10 @@ class StageRun:
             self._roots[microbatch] = roots
         if data.keep_outputs:
             outputs = normalize_outputs(value)
-            data.outputs[microbatch] = outputs.structure.rebuild([leaf.detach() for leaf in outputs.leaves])
+            kept = outputs.structure.rebuild([leaf.detach() for leaf in outputs.leaves])
+            if not data.outputs:
+                data.check_output(kept)
+            data.outputs[microbatch] = kept
 
     def _learned(self, value: Any) -> ForwardMeta:
         """What the outputs look like, from the first of them; what was declared of them loses."""
