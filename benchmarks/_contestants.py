@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import statistics
 import sys
 import tempfile
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepwell_p2p import Transport
-from stepwell_stage import Executor, Kind, PipelineStage, Schedule, lower
+from stepwell_stage import Costs, Executor, Kind, PipelineStage, Schedule, lower
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WIDTH = 16
@@ -25,28 +27,53 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class Sleeps(nn.Module):
-    """Takes as long as it is told, forward and backward, on no core: so stages of four ranks run at once on any machine."""
+    """Takes as long as it is told, on no core: so stages of four ranks run at once on any machine.
 
-    def __init__(self, forward: float, backward: float) -> None:
+    Forward once, and backward once for the gradient of the input, where that is wanted, and once for that of the weight. The
+    two are apart in the graph, so that a split backward does one in its I and the other in its W.
+    """
+
+    def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(WIDTH))
-        self.seconds = (forward, backward)
+        self.weight.register_hook(self._rest)
+        self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x, self.weight, *self.seconds)
+        rest(self.seconds)
+        if x.requires_grad:
+            x = x.view_as(x)  # a receive buffer may come again, and would bring the hook along
+            x.register_hook(self._rest)
+        return x + self.weight
+
+    def _rest(self, _: torch.Tensor) -> None:
+        rest(self.seconds)
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x + weight
+def costs_of(num_stages: int, share: float) -> Costs:
+    """What stages that sleep so long take; the first makes no gradient of its input."""
+    once = [share] * num_stages
+    inputs = [0.0, *once[1:]]
+    return Costs(once, [first + share for first in inputs], inputs, once)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return grad, grad.sum(0), None, None
+
+def rest(seconds: float) -> None:
+    """Give the core away for exactly so long: ``time.sleep`` ends late, and so is told to end earlier by the least of that."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - lateness()))
+    while time.perf_counter() < end:
+        os.sched_yield()
+
+
+@functools.cache
+def lateness() -> float:
+    """The least of seconds by which a sleep ends late, on this machine."""
+    found = []
+    for _ in range(20):
+        start = time.perf_counter()
+        time.sleep(0.005)
+        found.append(time.perf_counter() - start - 0.005)
+    return min(found)
 
 
 def by_hand(
@@ -54,19 +81,20 @@ def by_hand(
 ) -> Step:
     """The same schedule with the same messages, posted in the same order, and nothing else: the limit to approach.
 
-    Every value looks like a microbatch of ``x``. An I runs the whole backward.
+    Every value looks like a microbatch of ``x``. An I and a W each walk through the graph: right where the two share no work.
     """
     rank, count, loss_fn = dist.get_rank(), schedule.num_microbatches, loss_fn or nn.functional.mse_loss
     ranks, last = schedule.placement.ranks, schedule.placement.num_stages - 1
     module_of = dict(zip(schedule.placement.stages_of(rank), modules, strict=True))
     parts, targets = x.tensor_split(count), y.tensor_split(count)
-    actions = [leaf for action in lower(schedule).actions[rank] for leaf in action.leaves]
+    actions = lower(schedule).with_pairs_apart().actions[rank]
     group = dist.group.WORLD
 
     def step() -> None:
         inputs: dict[tuple[int, int], torch.Tensor] = {}
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         grads: dict[tuple[int, int], torch.Tensor] = {}
+        left: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         # Works are kept until the next is waited for: gloo's thread still uses one that has just ended.
         coming: dict[tuple[int, int, int], tuple[torch.Tensor, Any]] = {}
         sent: list[Any] = []
@@ -107,15 +135,21 @@ def by_hand(
             elif kind is Kind.SEND_F:
                 send(outputs[stage, m].detach(), stage, m, stage + 1)
             elif kind in (Kind.B, Kind.I):
-                output, value = outputs.pop((stage, m)), inputs.pop((stage, m))
-                if stage == last:
-                    output.backward()
-                else:
+                output, value, grad = outputs.pop((stage, m)), inputs.pop((stage, m)), None
+                if stage < last:
                     grad = grads.pop((stage, m)) if (stage, m) in grads else take(stage, m, stage + 1)
+                if kind is Kind.B:
                     output.backward(grad)
+                else:
+                    left[stage, m] = output, grad
+                    if stage:
+                        output.backward(grad, retain_graph=True, inputs=[value])
                 if stage:
                     assert value.grad is not None
                     grads[stage - 1, m] = value.grad
+            elif kind is Kind.W:
+                output, grad = left.pop((stage, m))
+                output.backward(grad, inputs=list(module_of[stage].parameters()))
             elif kind is Kind.SEND_B:
                 send(grads.pop((stage - 1, m)), stage, m, stage - 1)
         for ended in sent:

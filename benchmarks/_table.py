@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,12 +15,13 @@ Ratios are the point: seconds depend on the machine.
 
 
 class Table:
-    """A table with a heading; mutable: rows are added."""
+    """A table with a heading, and below it a note if there is one; mutable: rows are added."""
 
     def __init__(self, title: str, columns: Sequence[str]) -> None:
         self.title = title
         self.columns = columns
         self.rows: list[tuple[str, ...]] = []
+        self.note = ""
 
     def add(self, *cells: str) -> None:
         self.rows.append(cells)
@@ -29,7 +31,8 @@ class Table:
         rule = "|".join(" --- " for _ in self.columns)
         rows = (" | ".join(row) for row in (self.columns, *self.rows))
         head, *body = (f"| {row} |" for row in rows)
-        return [f"**{self.title}**", "", head, f"|{rule}|", *body, ""]
+        note = [*textwrap.wrap(self.note, 128), ""] if self.note else []
+        return [f"**{self.title}**", "", head, f"|{rule}|", *body, "", *note]
 
 
 def write_section(name: str, title: str, lines: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """What the executor adds to a schedule, beside a hand-written loop and torch.distributed.pipelining in the same run.
 
-    python benchmarks/pipeline.py            # writes its tables into benchmarks/README.md; up to ten minutes
+    python benchmarks/pipeline.py            # writes its tables into benchmarks/README.md; about six minutes
     python benchmarks/pipeline.py --quick    # a look, in under two; prints, and writes nothing
 
 Four gloo processes on this machine. Each figure is a median over steps that the contestants take in turn, so that all meet the
@@ -17,6 +17,8 @@ import resource
 import statistics
 import sys
 import time
+import traceback
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -26,8 +28,10 @@ from _contestants import (
     Sleeps,
     Times,
     by_hand,
+    costs_of,
     ours,
     ratio,
+    rest,
     shared_memory,
     slowest,
     spread,
@@ -40,11 +44,11 @@ from torch import nn
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, LoopbackFabric
-from stepwell_stage import Costs, lower, schedules, simulate
+from stepwell_stage import lower, schedules, simulate
 
 RANKS = 4
 TRIVIAL = 64  # microbatches of the comparison with the hand-written loop
-FORWARD = 0.012  # seconds that a rank's stages sleep in one forward; a backward takes twice as long
+FORWARD = 0.012  # seconds that a rank's stages rest in one forward; a backward takes twice as long
 
 
 @attrs.frozen
@@ -61,7 +65,7 @@ class Size:
     memory: int
 
 
-FULL = Size(40, tuple(schedules.BY_NAME), ((8, 7), (32, 5)), 9, (8, 64, 512), (1, 2, 4, 8), 11, 256)
+FULL = Size(40, tuple(schedules.BY_NAME), ((8, 5), (32, 3)), 15, (8, 64, 512), (1, 2, 4, 8), 11, 256)
 QUICK = Size(7, ("1f1b", "interleaved-1f1b", "zbv"), ((8, 3),), 3, (8, 64), (1, 4), 5, 64)
 
 
@@ -90,13 +94,26 @@ def trivial(microbatches: int, turns: int) -> Times:
     return found
 
 
+def rests() -> list[list[float]]:
+    """What rests of half and whole ``FORWARD`` took, while all ranks rest."""
+    found: list[list[float]] = []
+    for seconds in (FORWARD / 2, FORWARD):
+        times = []
+        for _ in range(40):
+            start = time.perf_counter()
+            rest(seconds)
+            times.append(time.perf_counter() - start)
+        found.append(times)
+    return found
+
+
 def sleeping(name: str, microbatches: int, turns: int) -> Times:
     x, y = numbers(microbatches)
     schedule = schedules.BY_NAME[name](RANKS, microbatches)
     per_rank = schedule.placement.num_stages // RANKS
 
     def modules() -> list[nn.Module]:
-        return [Sleeps(FORWARD / per_rank, 2 * FORWARD / per_rank) for _ in range(per_rank)]
+        return [Sleeps(FORWARD / per_rank) for _ in range(per_rank)]
 
     transport = C10dTransport()
     contestants = {
@@ -197,49 +214,45 @@ def loopback(microbatches: int, steps: int) -> tuple[float, float]:
     return statistics.median(times["ours"]) / actions, statistics.median(times["plain"]) / actions
 
 
-# The tables.
+# The tables. Each is filled row by row, so that what was measured is there when something fails.
 
 
-def trivial_table(pool: WorkerPool, size: Size) -> Table:
+def trivial_table(table: Table, pool: WorkerPool, size: Size) -> None:
     found = pool.run(trivial, RANKS, TRIVIAL, size.trivial, deadline=300)
-    title = f"1F1B, trivial stages, M = {TRIVIAL}"
-    table = Table(title, ["", "step", "÷ by hand", "÷ torch", "CPU of all ranks", "÷ by hand", "÷ torch"])
     for name in found[0]:
         cells = []
         for times in (functools.partial(slowest, found), functools.partial(total, found)):
             cells += [spread(times(name)), *(ratio(times(name), times(other)) for other in ("by hand", "torch"))]
         table.add(name, *cells)
-    return table
 
 
-def sleeping_table(pool: WorkerPool, size: Size) -> Table:
-    columns = ["schedule", "M", "by hand", "stepwell", "÷ by hand", "torch"]
-    table = Table("Sleeping stages: step ÷ ideal makespan of that schedule", columns)
+def sleeping_table(table: Table, pool: WorkerPool, size: Size) -> None:
+    took = zip(*pool.run(rests, RANKS, deadline=60), strict=True)
+    half, whole = (spread([seconds for times in by_rank for seconds in times], digits=2) for by_rank in took)
+    table.note = (
+        "Stages rest, on no core, in F, in I and in W; B does what I and W do, and the first stage's I nothing. Told to rest"
+        f" {FORWARD / 2 * 1e3:.0f} ms they took {half}, told {FORWARD * 1e3:.0f} ms {whole}. Four ranks wake up at once on"
+        f" {os.cpu_count()} cores: what they do between two rests, by hand too, is most of what is above 1."
+    )
     for name in size.names:
         for microbatches, turns in size.sleeping:
             found = pool.run(sleeping, RANKS, name, microbatches, turns, deadline=300)
             schedule = schedules.BY_NAME[name](RANKS, microbatches)
             stages = schedule.placement.num_stages
-            share = FORWARD * RANKS / stages
-            # A custom Function runs backward once: its I does all, and W nothing.
-            costs = Costs([share] * stages, [2 * share] * stages, [2 * share] * stages, [0.0] * stages)
-            ideal = simulate(lower(schedule).with_pairs_apart(), costs).makespan
+            ideal = simulate(lower(schedule), costs_of(stages, FORWARD * RANKS / stages)).makespan
             hand, mine, theirs = (
                 spread(slowest(found, who), 1 / ideal, "", 3) if who in found[0] else "none"
                 for who in ("by hand", "stepwell", "torch")
             )
             over = statistics.median(slowest(found, "stepwell")) / statistics.median(slowest(found, "by hand"))
             table.add(name, str(microbatches), hand, mine, f"{over:.3f}", theirs)
-    return table
 
 
-def model_table(pool: WorkerPool, size: Size) -> Table:
+def model_table(table: Table, pool: WorkerPool, size: Size) -> None:
     microbatches, sequences, length = 8, 2, 64
-    columns = ["schedule", "stepwell", "÷ torch", "stepwell, shared memory", "÷ torch", "torch"]
-    table = Table("The example's GPT, M = 8: tokens per second", columns)
+    tokens = microbatches * sequences * length
     for name in size.names:
         found = pool.run(model, RANKS, name, microbatches, sequences, size.model, deadline=300)
-        tokens = microbatches * sequences * length
         cells = []
         for who in ("stepwell", "stepwell, shared memory"):
             times = slowest(found, who)
@@ -248,47 +261,78 @@ def model_table(pool: WorkerPool, size: Size) -> Table:
         has_torch = "torch" in found[0]
         cells.append(f"{tokens / statistics.median(slowest(found, 'torch')):,.0f}" if has_torch else "none")
         table.add(name, *cells)
-    return table
 
 
-def growth_table(pool: WorkerPool, size: Size) -> Table:
+def growth_table(table: Table, pool: WorkerPool, size: Size) -> None:
     found = pool.run(growth, RANKS, size.growth, size.per_rank, size.turns, deadline=500)
-    columns = ["size", "step", "÷ by hand", "wall per slot", "by hand", "CPU per action", "by hand"]
-    table = Table("Growth: 1F1B, and interleaved 1F1B with M = 16, trivial stages, stepwell", columns)
+    table.note = (
+        "A slot is an action of one rank, or one of those for which it waits while the pipeline fills and drains. More stages per"
+        " rank mean more messages for each action, since the first and the last stage have one neighbour and all others two."
+    )
     for name in found[0]:
         if name.endswith(" by hand"):
             continue
         number = int(name.removeprefix("M = ").removesuffix(" stages"))
         microbatches, stages = (number, 1) if name.startswith("M") else (16, number)
         actions = 2 * microbatches * stages
-        slots = actions + 2 * (RANKS - 1)  # with the time in which the pipeline fills and drains
+        slots = actions + 2 * (RANKS - 1)
         walls, cpus = ([times(found, who) for who in (name, f"{name} by hand")] for times in (slowest, total))
         table.add(
             name if name.startswith("M") else f"{stages} stages per rank",
+            f"{1 - 1 / (RANKS * stages):.2f}",
             spread(walls[0]),
             ratio(*walls),
             *(f"{statistics.median(wall) / slots * 1e6:.0f} µs" for wall in walls),
             *(f"{statistics.median(cpu) / (actions * RANKS) * 1e6:.0f} µs" for cpu in cpus),
         )
-    return table
 
 
-def memory_table(pool: WorkerPool, size: Size) -> Table:
+def memory_table(table: Table, pool: WorkerPool, size: Size) -> None:
     extra = pool.run(memory, RANKS, size.memory, deadline=300)
-    title = "Memory: most that a step of 1F1B needs beyond one with M = 8, where an activation is 128 KiB"
-    table = Table(title, ["M", "second rank", "third rank"])
     table.add(str(size.memory), *(f"{extra[rank]:.1f} MiB" for rank in (1, 2)))
-    return table
 
 
-def loopback_table(pool: WorkerPool, size: Size) -> Table:
+def loopback_table(table: Table, pool: WorkerPool, size: Size) -> None:
     (mine, plain), *_ = pool.run(loopback, 1, 256, size.turns, deadline=120, init_group=False)
-    table = Table("One rank, no transport: CPU per action", ["stepwell", "plain loop", "added"])
     table.add(*(f"{seconds * 1e6:.1f} µs" for seconds in (mine, plain, mine - plain)))
-    return table
 
 
-def main() -> None:
+Fill = Callable[[Table, WorkerPool, Size], None]
+TABLES: tuple[tuple[Fill, str, tuple[str, ...]], ...] = (
+    (
+        memory_table,
+        "Memory: most that a step of 1F1B needs beyond one with M = 8, where an activation is 128 KiB",
+        ("M", "second rank", "third rank"),
+    ),
+    (
+        trivial_table,
+        f"1F1B, trivial stages, M = {TRIVIAL}",
+        ("", "step", "÷ by hand", "÷ torch", "CPU of all ranks", "÷ by hand", "÷ torch"),
+    ),
+    (
+        sleeping_table,
+        "Sleeping stages: step ÷ ideal makespan of that schedule",
+        ("schedule", "M", "by hand", "stepwell", "÷ by hand", "torch"),
+    ),
+    (
+        model_table,
+        "The example's GPT, M = 8: tokens per second",
+        ("schedule", "stepwell", "÷ torch", "stepwell, shared memory", "÷ torch", "torch"),
+    ),
+    (
+        growth_table,
+        "Growth: 1F1B, and interleaved 1F1B with M = 16, trivial stages, stepwell",
+        ("size", "messages per action", "step", "÷ by hand", "wall per slot", "by hand", "CPU per action", "by hand"),
+    ),
+    (
+        loopback_table,
+        "One rank, no transport: CPU per action",
+        ("stepwell", "plain loop", "added"),
+    ),
+)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps and schedules; prints, and writes nothing")
     quick = parser.parse_args().quick
@@ -298,12 +342,22 @@ def main() -> None:
         "Times are medians, with the middle half.",
         "",
     ]
-    with WorkerPool(RANKS) as pool:
-        for make in (memory_table, trivial_table, sleeping_table, model_table, growth_table, loopback_table):
-            lines += make(pool, size).lines()
+    failed = 0
+    for fill, title, columns in TABLES:
+        table = Table(title, columns)
+        try:
+            with WorkerPool(RANKS) as pool:  # its own for each table: one that fails leaves no process to the next
+                fill(table, pool, size)
+        except Exception as error:
+            traceback.print_exc()
+            failed += 1
+            table.note = f"{table.note} Not complete: {type(error).__name__}.".lstrip()
+        print(table.note, flush=True)
+        lines += table.lines()
     if not quick:
         write_section("pipeline", "The executor", lines)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

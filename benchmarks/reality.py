@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline import RANKS, WIDTH, Sleeps
+from _contestants import WIDTH, Sleeps, costs_of
+from pipeline import RANKS
 from torch import nn
 
 from stepwell_meta.testing import WorkerPool
@@ -31,17 +32,13 @@ def all_schedules(forward: float) -> dict[str, tuple[Schedule, Costs]]:
     """Every schedule with what its stages are told to sleep; halves where a rank has two stages."""
     made = {name: make(RANKS, MICROBATCHES) for name, make in schedules.BY_NAME.items()}
     made["forward-only"] = schedules.forward_only(Placement.loop(RANKS, RANKS), MICROBATCHES)
-    found = {name: (schedule, costs_of(schedule.placement.num_stages, forward)) for name, schedule in made.items()}
+    counts = {name: schedule.placement.num_stages for name, schedule in made.items()}
+    found = {
+        name: (schedule, costs_of(counts[name], forward * RANKS / counts[name])) for name, schedule in made.items()
+    }
     costs = costs_of(RANKS, forward)
     found["zero-bubble"] = schedules.zero_bubble(Placement.loop(RANKS, RANKS), MICROBATCHES, costs), costs
     return found
-
-
-def costs_of(num_stages: int, forward: float) -> Costs:
-    """F sleeps once, B twice; a custom Function's backward runs once, so I takes all of it and W nothing."""
-    share = forward * RANKS / num_stages
-    some, twice, nothing = ([seconds] * num_stages for seconds in (share, 2 * share, 0.0))
-    return Costs(some, twice, twice, nothing)
 
 
 def steps(name: str, forward: float, tries: int) -> list[float]:
@@ -49,7 +46,7 @@ def steps(name: str, forward: float, tries: int) -> list[float]:
     schedule, costs = all_schedules(forward)[name]
     transport = C10dTransport()
     stages = [
-        PipelineStage(Sleeps(costs.forward[index], costs.backward[index]), index, costs.num_stages, "cpu")
+        PipelineStage(Sleeps(costs.forward[index]), index, costs.num_stages, "cpu")
         for index in schedule.placement.stages_of(transport.rank)
     ]
     executor = Executor(stages, schedule, nn.functional.mse_loss, transport=transport)
@@ -70,7 +67,7 @@ def look(pool: WorkerPool, name: str, forward: float, tries: int) -> tuple[float
     """Simulated and measured seconds of a step: of the best step, those of the rank that took longest."""
     schedule, costs = all_schedules(forward)[name]
     by_rank: list[Any] = pool.run(steps, RANKS, name, forward, tries, deadline=300)
-    return simulate(lower(schedule).with_pairs_apart(), costs).makespan, min(map(max, zip(*by_rank, strict=True)))
+    return simulate(lower(schedule), costs).makespan, min(map(max, zip(*by_rank, strict=True)))
 
 
 def main() -> int:
