@@ -105,5 +105,10 @@ def _tied(
                 " part of its state, would be another on each: put what is called between on one stage, with a mapping from"
                 " names of units to stages"
             )
+        if tensors[first]._backward_hooks or getattr(tensors[first], "_post_accumulate_grad_hooks", None):
+            raise StageUsageError(
+                f"{first!r} is used on stages {', '.join(map(str, stages))}, each of which has a part of its gradient, so a"
+                " hook on it would see no whole one: change the gradient after the step, before the optimizer's"
+            )
         tied[first] = tuple(holders)
     return tied

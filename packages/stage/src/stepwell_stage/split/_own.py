@@ -58,6 +58,7 @@ class Control:
         self._hidden = hidden
         self._nothing = [(place, dict.fromkeys(what)) for place, what in hidden]
         self._training = root.training
+        vars(root)["train"] = functools.update_wrapper(functools.partial(self._train, root.train), root.train)
         self.hide()
 
     def hide(self) -> None:
@@ -74,6 +75,18 @@ class Control:
             yield
         finally:
             self.hide()
+
+    def _train(self, plain: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        """The model's own way to go into training or evaluation, which may name any of its modules."""
+        if self.glue is not None:
+            return plain(*args, **kwargs)
+        with self.shown():
+            model = plain(*args, **kwargs)
+            for name, shadow in self.shadows.items():
+                for module, other in zip(self.root.get_submodule(name).modules(), shadow.modules(), strict=True):
+                    other.training = module.training
+        self._training = self.root.training
+        return model
 
     @contextlib.contextmanager
     def running(self, glue: Glue) -> Iterator[None]:

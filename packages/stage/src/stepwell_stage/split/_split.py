@@ -26,6 +26,7 @@ from ._inputs import Inputs, Kinds
 from ._look import Look, branches, look_at, look_for, look_in_other_modes
 from ._own import copy_structure
 from ._place import order_units, place_calls
+from ._registered import check_registered
 from ._units import Branch, given_units, matching, near
 from ._values import INPUTS, MARKS, ROUTE, TOKEN, Call, Key
 from ._ways import Ways
@@ -282,6 +283,7 @@ def split(
         raise StageUsageError(f"{below!r} is to be on stage {given[below]}: stages are numbered from 0")
     if count < 1:
         raise StageUsageError(f"a model is cut into at least 1 stage, got {count}")
+    check_registered(model)
     tree = branches(model)
     if units is None:
         look = look_for(model, kinds, tree, count, with_time=costs == "time")
