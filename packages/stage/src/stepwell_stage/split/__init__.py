@@ -31,9 +31,19 @@ name of a call or operation, they are one: a value crosses in both if it crosses
 From there on each has values of its own, on the same wires; a wire without one carries an empty tensor. A stage follows the names
 and so finds out; it stops where no way that is left has more for it to do, and says which these are to those that it sends to.
 
-**What else crosses the cut.** Of tensors in one memory that glue changes in place only the first crosses; the others are made
-of it again. A value with random numbers in it, or a hook on its gradient, is made on one stage alone. What a checkpoint encloses
-is on one stage, for it runs again in backward (`_frames`). Counters of glue run on every stage, to the forward's end (`_state`).
+A stage that took a value and found no use for it in its way says that as well, by the gradient of a small value of its own
+(`_used`), so that what made it gets no gradient, and not zeros.
+
+**What Python asks.** Stages go one way only if Python gets the same answers on each. Shapes are as of the real tensor. Whether
+one needs a gradient is followed (`_needs`), and what cannot be told, such as its memory, is refused by the line that asks
+(`_questions`). What a unit gives that is no tensor, or a shape that its inputs do not decide, its own stage compares with what
+others take it to be, who run a copy of the unit on absent tensors once for each look of its inputs (`_templates`). Plain values
+that units change are poisoned while an example is looked at (`_poison`), so that whoever else looks at them is found.
+
+**What else crosses the cut.** Of tensors in one memory that glue changes in place only the first crosses; the others are made of
+it again. A value with random numbers in it, or a hook on its gradient, is made on one stage alone. What a checkpoint encloses is
+on one stage, for it runs again in backward (`_frames`). Counters of glue run on every stage, to the forward's end (`_state`);
+what a forward sets and takes back, such as a flag, is put back where a stage stops in between.
 
 What this cannot do is said before anything is sent: values that would go back to an earlier stage, ways that no example showed,
 what leaves a unit by another way than its return, state of glue that depends on what units make.
