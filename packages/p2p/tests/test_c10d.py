@@ -312,6 +312,27 @@ def test_a_batch_that_one_of_two_ranks_refuses_sends_nothing_and_the_next_one_wo
     assert "only dense tensors can be sent, got torch.sparse_coo" in at_second
 
 
+def disagrees_with_itself() -> list[float]:
+    transport = C10dTransport()
+    rank, peer = transport.rank, 1 - transport.rank
+    own, there = Op(OpKind.SEND_F, Edge(rank, rank), 0, 0), Op(OpKind.SEND_F, Edge(rank, peer), 0, 0)
+    back = Op(OpKind.RECV_F, Edge(peer, rank), 0, 0)
+    batch = [Recv(back, META), Send(there, torch.ones(4)), Send(own, torch.ones(3)), Recv(own.mirror, META)]
+    handle = transport.post(batch)
+    with pytest.raises(
+        TransportError, match=r"expected torch.float32 of shape \(4,\), but rank \d sent .* of shape \(3,\)"
+    ):
+        handle.wait()
+    (got,) = transport.post([Recv(back, META), Send(there, torch.full((4,), 2.0))]).wait()
+    transport.close()
+    return got.tolist()
+
+
+def test_a_rank_that_disagrees_with_itself_is_told_when_it_waits(workers: WorkerPool) -> None:
+    """It was told while it posted: what was under way by then swallowed the next message."""
+    assert workers.run(disagrees_with_itself, 2) == [[2.0] * 4] * 2
+
+
 # ---- sizes and forms
 
 

@@ -21,17 +21,23 @@ _Key = tuple[int, int, bool, int, int, int]
 
 @attrs.define(eq=False)
 class OwnReceive:
-    """A receive from oneself; filled when its send is posted, before or after it."""
+    """A receive from oneself; filled when its send is posted, before or after it.
+
+    What is wrong with the two is said by :meth:`take`: while they are posted, other messages of their batch are under way.
+    """
 
     recv: Recv
     value: torch.Tensor | None = None
+    wrong: str | None = None
 
     def take(self) -> torch.Tensor:
         """The value.
 
         Raises:
-            TransportError: nothing was sent, so nobody could ever send it while this rank waits.
+            TransportError: nothing was sent, so nobody could ever send it while this rank waits; or something else was sent.
         """
+        if self.wrong is not None:
+            raise TransportError(self.wrong)
         if self.value is None:
             raise TransportError(
                 f"{self.recv.op} waits for its own rank, which has not posted the send; post that first"
@@ -79,7 +85,4 @@ class OwnMessages:
         self._wanted.clear()
 
     def _meet(self, send: Send, value: torch.Tensor, receive: OwnReceive) -> None:
-        wrong = disagreement(send, receive.recv)
-        if wrong is not None:
-            raise TransportError(wrong)
-        receive.value = value
+        receive.value, receive.wrong = value, disagreement(send, receive.recv)
