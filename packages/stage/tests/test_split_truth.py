@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ from split_support import check
 from stage_support import Threads
 from torch import Tensor, nn
 
-from stepwell_stage import split
+from stepwell_p2p import Transport
+from stepwell_stage import Executor, schedules, split, tie
 from stepwell_stage.exceptions import StageUsageError
 
 
@@ -54,7 +56,7 @@ class Row(nn.Module):
         self.busy, self.mode, self.log = False, {"steps": 0}, [0.0]
         self.memory = [torch.zeros(4, dtype=torch.float64) for _ in range(4)]
         self.cache: dict[int, Tensor] = {}
-        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64), persistent=False)
         self.layers[:frozen].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -280,6 +282,86 @@ def test_refused_in_a_step(threads: Threads, glue: Any, message: str) -> None:
     steps = [[{"x": torch.randn(2, 4).double()} for _ in range(3)]]
     with pytest.raises(StageUsageError, match=message):
         check(threads, Row(glue).double(), [steps[0][0]], steps)
+
+
+def test_a_loss_function_that_uses_parameters_of_the_model_is_refused(threads: Threads) -> None:
+    """The loss was right, and the gradients of all other stages lacked this part of it."""
+    schedule, x = schedules.one_f_one_b(2, 2), torch.randn(4, 4).double()
+
+    def on_rank(transport: Transport) -> None:
+        model = Row(asks_type_of_layers).double()
+        cut = split(model, 2, example={"x": x})
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        own = stages[0].submodule
+        assert isinstance(own, nn.Module)
+
+        def loss(y: Tensor, parameters: Callable[[], Any]) -> Tensor:
+            return y.sum() + sum(one.square().sum() for one in parameters())
+
+        with_own = Executor(stages, schedule, functools.partial(loss, parameters=own.parameters))
+        with_own.step(x=x, return_outputs=False)
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        Executor(stages, schedule, functools.partial(loss, parameters=model.parameters)).step(x=x, return_outputs=False)
+
+    with pytest.raises(
+        StageUsageError, match=r"loss_fn uses 'layers\.[01]\.inner\..*' of the model, which other stages"
+    ):
+        threads(on_rank, 2)
+
+
+class Normed(nn.Module):
+    """Layers that share a norm, whose statistics are no part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(4)
+        norm.register_buffer("running_mean", torch.zeros(4), persistent=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), norm) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_statistics_that_units_share_are_refused() -> None:
+    """Each stage had others of them."""
+    with pytest.raises(
+        StageUsageError, match=r"the buffer 'layers\.0\.1\.running_mean' of unit 'layers\.0', .* on stages 0, 1"
+    ):
+        split(Normed(), 2, example=torch.randn(3, 4))
+
+
+def in_inference_mode(self: Row, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = self.layers[1](self.layers[0](x))
+    return self.layers[3](self.layers[2](y.clone()))
+
+
+def multiplies_by_a_weight(self: Row, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = self.layers[1](self.layers[0](x)) @ self.layers[1].inner.weight
+    return self.layers[3](self.layers[2](y.float()))
+
+
+@pytest.mark.parametrize("glue", [in_inference_mode, multiplies_by_a_weight])
+def test_inference_mode_and_autocast(threads: Threads, glue: Any) -> None:
+    """The one failed for versions of tensors, the other for a cast of a weight that was kept, and was absent."""
+    schedule, x = schedules.one_f_one_b(2, 2), torch.randn(4, 4)
+    model = Row(glue)
+    whole = copy.deepcopy(model)
+
+    def on_rank(transport: Transport) -> float | None:
+        cut = split(copy.deepcopy(model), 2, example={"x": x})
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedule, Tensor.sum, loss_weights="sum")
+        if cut.tied:
+            tie(executor, cut.tied)
+        executor.step(x=x, return_outputs=False)
+        return None if executor.loss is None else executor.loss.item()
+
+    losses = threads(on_rank, 2)
+    assert losses[1] == pytest.approx(sum(whole(part).sum().item() for part in x.tensor_split(2)), rel=1e-5)
 
 
 def test_freezing_after_the_split_is_refused_where_the_forward_asks(threads: Threads) -> None:

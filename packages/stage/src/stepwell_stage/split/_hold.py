@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 from torch import nn
@@ -32,6 +32,7 @@ def hold(
     units: Mapping[str, nn.Module],
     parts: Sequence[Iterable[str]],
     plans: Sequence[StagePlan],
+    rewritten: Collection[str],
 ) -> Holding:
     """Decide who holds what. What nobody needs is on the last stage, so that nothing is lost.
 
@@ -40,6 +41,7 @@ def hold(
         units: its units.
         parts: those of each stage.
         plans: what each stage's glue reads.
+        rewritten: what units change of what they have.
 
     Raises:
         StageUsageError: a unit that has state beside its parameters is called on several stages.
@@ -62,7 +64,7 @@ def hold(
         kept = {id(tensor) for name, tensor in every if name in names}
         seen = (name for name, tensor in every if id(tensor) in kept and (name not in own or own[name] in here))
         held.append(frozenset(seen))
-    return Holding(tuple(present), tuple(held), _tied(model, own, held))
+    return Holding(tuple(present), tuple(held), _tied(model, own, held, rewritten))
 
 
 def of_units(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -83,7 +85,7 @@ def constants(model: nn.Module, own: Mapping[str, str]) -> set[str]:
 
 
 def _tied(
-    model: nn.Module, own: Mapping[str, str], held: Sequence[frozenset[str]]
+    model: nn.Module, own: Mapping[str, str], held: Sequence[frozenset[str]], rewritten: Collection[str]
 ) -> dict[str, tuple[tuple[int, str], ...]]:
     saved = set(model.state_dict(keep_vars=True))
     tensors = dict(named_tensors(model))
@@ -97,13 +99,14 @@ def _tied(
         stages = sorted({stage for stage, _ in holders})
         first = next(iter(holders))[1]
         is_parameter = isinstance(tensors[first], nn.Parameter)
-        if len(stages) < 2 or not (is_parameter or first in saved):
+        is_changed = any(name in rewritten for _, name in holders)
+        if len(stages) < 2 or not (is_parameter or first in saved or is_changed):
             continue
         if first in own and not is_parameter:
             raise StageUsageError(
-                f"unit {own[first]!r} is called on stages {', '.join(map(str, stages))}, and its buffer {first!r}, which is"
-                " part of its state, would be another on each: put what is called between on one stage, with a mapping from"
-                " names of units to stages"
+                f"the buffer {first!r} of unit {own[first]!r}, which is part of its state, is needed on stages"
+                f" {', '.join(map(str, stages))}, and would be another on each: put the units that have it on one stage, with a"
+                " mapping from names of units to stages, and do not read it outside of them"
             )
         if tensors[first]._backward_hooks or getattr(tensors[first], "_post_accumulate_grad_hooks", None):
             raise StageUsageError(

@@ -88,6 +88,11 @@ class Look:
         return found
 
     @property
+    def rewritten(self) -> set[str]:
+        """What units change of what they have, by name."""
+        return {name for recording in self.ways.recordings for name in recording.rewritten}
+
+    @property
     def changed(self) -> set[str]:
         """What a forward leaves changed of the model beside its units, by name."""
         return {name for recording in self.ways.recordings for name, _ in recording.state}

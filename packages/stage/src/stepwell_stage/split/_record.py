@@ -103,6 +103,7 @@ class Recorder(Glue):
         self._originals = originals
         self._singles: set[int] = set()
         self._asks = self._measures = False
+        self._of_units = owned
         self._owned = {memory_of(tensor): name for name, tensor in owned.items()}
         self._plain = plain
         self._before = before
@@ -144,6 +145,7 @@ class Recorder(Glue):
             self._measures,
             self._sets,
             DRAWN in changes,
+            frozenset(name for name, tensor in self._of_units.items() if id(tensor) in self._inside),
         )
 
     @property

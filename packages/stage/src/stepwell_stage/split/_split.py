@@ -24,6 +24,7 @@ from ._forward import StageForward
 from ._hold import Holding, hold
 from ._inputs import Inputs, Kinds
 from ._look import Look, branches, look_at, look_for, look_in_other_modes
+from ._loss import check_loss
 from ._own import copy_structure
 from ._place import order_units, place_calls
 from ._registered import check_registered
@@ -172,6 +173,8 @@ class ModelSplit:
             part = self.module(index, placement=placement, device=device, init_fn=init_fn)
             stage = PipelineStage(part, index, self.num_stages, device, transport=transport, wires=wires, shapes=shapes)
             stage.to_tie, stage.parts = tuple(self.tied), cut
+            if stage.is_last:
+                check_loss(stage.program, self.model)
             stages.append(stage)
         return stages
 
@@ -331,7 +334,7 @@ def _cut(
     if empty is not None:
         raise StageUsageError(f"no unit is left for stage {empty}: use fewer stages, or say which unit is where")
     found = demand(look.ways, owners, num_stages=count, ranks=range(count), inputs_everywhere=inputs == "every")
-    holding = hold(model, look.units, parts, found.stages)
+    holding = hold(model, look.units, parts, found.stages, look.rewritten)
     return ModelSplit(model, tuple(tuple(part) for part in parts), holding.tied, prices, inputs, look, owners, holding)
 
 

@@ -176,8 +176,14 @@ class Templates:
         absent_kwargs = with_tensors(dict(kwargs), map(self._absence.like, tensors_in(kwargs)))
         given = [*tensors_in(absent_args), *tensors_in(absent_kwargs)]
         before, content = versions(given), contents((absent_args, absent_kwargs))
-        with torch.set_grad_enabled(self._absence.tracks and torch.is_grad_enabled()), self._absence.mode:
-            result = call(*absent_args, **absent_kwargs)
+        # What autocast keeps of a weight that is here would be absent, and be given to others.
+        keeps = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.set_grad_enabled(self._absence.tracks and torch.is_grad_enabled()), self._absence.mode:
+                result = call(*absent_args, **absent_kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(keeps)
         check_content(name, content, result)
         return Known(result, Effects.of(given, before, list(tensors_in(result))))
 
@@ -203,10 +209,11 @@ class Known:
 
     def result(self, *, anew: bool = False) -> Any:
         """It, in containers of its own; with tensors of its own as well, or with the same again unless glue changed them."""
+        now = versions(self._leaves)
         for number, leaf in enumerate(self._leaves):
-            if anew or leaf._version != self._versions[number] or leaf.requires_grad != self._needs[number]:
+            if anew or now[number] != self._versions[number] or leaf.requires_grad != self._needs[number]:
                 leaf = self._leaves[number] = self._leaf(number)
-                self._versions[number] = leaf._version
+                (self._versions[number],) = versions([leaf])
         return with_tensors(self._result, iter(self._leaves), anew=True)
 
     def _leaf(self, number: int) -> torch.Tensor:

@@ -101,6 +101,7 @@ class Recording:
         asks: whether Python asks if what units make needs a gradient.
         measures: whether Python asks for the shape of what units make.
         sets: whether attributes of glue are another while it runs than before.
+        rewritten: names of parameters and buffers of units that units change.
         draws: whether glue draws random numbers of Python's or NumPy's.
     """
 
@@ -118,3 +119,4 @@ class Recording:
     measures: bool = False
     sets: bool = False
     draws: bool = False
+    rewritten: frozenset[str] = frozenset()
