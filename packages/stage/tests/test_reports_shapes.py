@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
+from stepwell_meta.exceptions import StepwellError
 from stepwell_p2p import Transport
 from stepwell_stage import Executor, PipelineStage, TensorChunkSpec
 from stepwell_stage.exceptions import StageExecutionError, StageUsageError
@@ -297,3 +299,41 @@ def test_p031_p034_a_target_of_another_batch_does_not_pass_in_silence() -> None:
     executor = Executor(PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, "cpu"), gpipe(1, 3), functional.mse_loss)
     with pytest.raises(StageExecutionError, match="0F0"):
         executor.step(numbers(8, WIDTH), target=numbers(9, WIDTH)[:, :2])
+
+
+def test_parameters_that_are_unfrozen_after_a_step_need_a_new_executor(threads: Threads) -> None:
+    """The refusal spoke of shapes that depend on the data. Freezing more of them is fine, and so is a new executor."""
+
+    def run(transport: Transport, *, told: bool) -> Any:
+        modules = seeded(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+        modules[0].requires_grad_(False)
+
+        def step() -> None:
+            x = numbers(4, WIDTH)
+            executor.step(*((x,) if executor.is_first else ()), target=x if executor.is_last else None)
+
+        def unfreeze() -> None:
+            step()
+            modules[0].requires_grad_(True)
+            step()
+
+        executor = build(transport, modules, one_f_one_b(2, 2))
+        if not told:  # one rank may be told while it is in its first step still
+            with pytest.raises(StepwellError, match="make a new executor after each such change"):
+                unfreeze()
+            return None
+        step()
+        modules[0].requires_grad_(True)
+        executor = build(transport, modules, one_f_one_b(2, 2))
+        step()
+        modules[0].requires_grad_(False)
+        step()
+        return grads_of(executor)
+
+    threads(functools.partial(run, told=False), 2)
+    modules = seeded(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    for trains in (False, True, False):
+        modules[0].requires_grad_(trains)
+        for part in numbers(4, WIDTH).tensor_split(2):
+            (functional.mse_loss(nn.Sequential(*modules)(part), part) / 2).backward()
+    assert_like(threads(functools.partial(run, told=True), 2), modules)

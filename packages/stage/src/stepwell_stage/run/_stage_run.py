@@ -300,14 +300,23 @@ class StageRun:
                 ' shapes="dynamic"',
                 stage=self.index,
             )
+        hint = (
+            f"This came in microbatch {microbatch}. Inputs of one shape give outputs of one shape: if these depend on the data,"
+            ' build the stages with shapes="dynamic".'
+        )
+        if len(leaves) == len(expected.outputs) and all(map(same_look, leaves, expected.outputs)):
+            hint = (
+                f"This came in microbatch {microbatch}: no gradient would come back for it. Where parameters of this stage or an"
+                " earlier one require grad that did not in the first step (unfreezing layer by layer), make a new executor after"
+                " each such change."
+            )
         validate(
             expected.outputs,
             extract_metas(leaves),
             what="output",
             stage=self.index,
             ignore=() if self.has_backward else ("requires_grad",),
-            hint=f"This came in microbatch {microbatch}. Inputs of one shape give outputs of one shape: if these depend on the"
-            ' data, build the stages with shapes="dynamic".',
+            hint=hint,
         )
 
 
