@@ -8,8 +8,9 @@ from stage_support import Threads, numbers, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepwell_p2p import Transport
-from stepwell_stage import Executor, schedules, split
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import C10dTransport, Transport
+from stepwell_stage import Executor, schedules, split, tie
 from stepwell_stage.exceptions import StageUsageError
 
 
@@ -107,3 +108,45 @@ def test_hooks_on_the_gradient_of_what_several_stages_use(kind: str) -> None:
         StageUsageError, match=r"'layers\.0\.linear\.weight' is used on stages 0, 1, .* change the gradient"
     ):
         split(model, 2, example=X)
+
+
+class Head(Model):
+    """Its first layer's weight is read once more at its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        weight: Tensor = self.layers[0].linear.weight  # type: ignore[union-attr, assignment]
+        return functional.linear(x * torch.ones(4), weight).square().mean()
+
+
+def learn() -> dict[str, Tensor]:
+    """What this rank's stage holds after three steps of an optimizer of the model's own parameters."""
+    schedule = schedules.one_f_one_b(2, 2)
+    model, transport = Head(), C10dTransport()
+    cut = split(model, 2, example=X[:3])
+    stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+    executor = Executor(stages, schedule, lambda loss: loss)
+    tie(executor, cut.tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        executor.step(x=X, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    transport.close()
+    return {name: parameter.detach() for name, parameter in stages[0].submodule.named_parameters()}
+
+
+def test_an_optimizer_of_the_models_own_parameters(workers: WorkerPool) -> None:
+    """A rank had a copy of a tied weight, also where no other rank shares its process: none of its optimizer's, so it stayed."""
+    plain = Head()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for part in X.chunk(2):
+            (plain(part) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = workers.run(learn, 2)
+    assert "layers.0.linear.weight" in found[0].keys() & found[1].keys()
+    for mine in found:
+        for name, value in mine.items():
+            torch.testing.assert_close(value, plain.get_parameter(name))

@@ -19,13 +19,14 @@ from ..plan._balance import balance
 from ..run._materialise import materialise
 from ..run._stage import PipelineStage
 from ._absent import Absence
+from ._claims import claim
 from ._demand import Crossing, Demand, demand
 from ._forward import StageForward
 from ._hold import Holding, hold
 from ._inputs import Inputs, Kinds
 from ._look import Look, branches, look_at, look_for, look_in_other_modes
 from ._loss import check_loss
-from ._own import copy_structure
+from ._own import copy_structure, named_tensors
 from ._place import order_units, place_calls
 from ._registered import check_registered
 from ._units import Branch, given_units, matching, near
@@ -105,9 +106,12 @@ class ModelSplit:
                 without a value; the model's structure cannot be copied; or several stages of a rank would change one buffer.
         """
         look, names = self._look, self._holding.names[stage]
-        first = {name: holders[0][0] for holders in self.tied.values() for _, name in holders}
         changed = look.changed
-        copied = {name for name in names if first.get(name, stage) != stage or (stage and name in changed)}
+        rank = stage if placement is None else placement.ranks[stage]
+        every = dict(named_tensors(self.model))
+        tied = {name: every[name] for holders in self.tied.values() for _, name in holders}
+        copied = {name for name, tensor in tied.items() if name in names and not claim(tensor, rank)}
+        copied |= {name for name in names if stage and name in changed}
         together = placement is not None and len(set(placement.ranks)) < self.num_stages
         counted = sorted(changed.intersection(self.tied)) if together else []
         if counted:
