@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from .._compat import TorchDispatchMode, is_transformed
+from .._compat import is_transformed
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
 from ._frames import Enclosing, enclosing, source_line
@@ -27,8 +25,8 @@ from ._questions import FOLLOWED
 from ._state import DRAWN, Flags
 from ._templates import Effects, Example, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
+from ._watch import Draws, Inside, Made
 
-_Made: TypeAlias = "dict[int, tuple[weakref.ref[torch.Tensor], str]]"
 _CHANGED = "it is changed in place"
 _UNSEEN = "it is made where nothing is seen"
 _UNKNOWN = "a tensor of unknown origin"
@@ -91,7 +89,7 @@ class Recorder(Glue):
         self._seen: dict[int, _Seen] = {}  # by identity; tensors are kept, so that none is taken for another
         self._memory: list[int] = []  # of each value: see memory_of
         self._same: dict[int, int] = {}  # memories that are one in truth: a unit gave a view of what it took
-        self._inside: _Made = {}
+        self._inside: Made = {}
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no memory is taken for another
         self._writers: dict[int, int] = {}  # by memory: who wrote into it last
         self._mixed: set[int] = set()  # memories of which one tensor was used after another had been written into
@@ -455,52 +453,8 @@ class Recorder(Glue):
         return seen.position
 
 
-class Inside(TorchFunctionMode):
-    """Remembers which tensors are made or changed in a unit.
-
-    Args:
-        unit: its name.
-        made: where they are put, by identity.
-    """
-
-    def __init__(self, unit: str, made: _Made) -> None:
-        super().__init__()
-        self._unit = unit
-        self._made = made
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """One operation."""
-        kwargs = kwargs or {}
-        if func.__name__ == "__set__" and func.__self__.__name__ != "data":  # type: ignore[attr-defined]
-            return func(*args, **kwargs)
-        given = [*tensors_in(args), *tensors_in(kwargs)]
-        before = versions(given)
-        out = func(*args, **kwargs)
-        changed = [given[number] for number in written(func, args, kwargs, given, before)]
-        for tensor in (*(leaf for leaf in tensors_in(out) if all(leaf is not one for one in given)), *changed):
-            self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
-        return out
-
-
 def _apart(given: Sequence[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
     """What a unit gave, without the graph behind it."""
     if any(made is one for one in given):
         return made.view_as(made)
     return needing(made.data) if made.requires_grad else made
-
-
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether random numbers are drawn. Mutable."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.any = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """One operation."""
-        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))

@@ -88,9 +88,17 @@ def _as_plain(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         return (value.dtype.str, value.shape, value.tobytes())
-    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
-        return repr(getattr(value, "bit_generator", value.__getstate__()).state)
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return _numbers_of(value.get_state())
     return _NOT_PLAIN
+
+
+def _numbers_of(state: Any) -> tuple[Any, ...]:
+    """The state of one of NumPy's older generators."""
+    name, keys, *others = state
+    return (name, keys.tobytes(), *others)
 
 
 def _slots(kind: type) -> Sequence[str]:
@@ -105,7 +113,7 @@ DRAWN = "random numbers"
 def drawn() -> int:
     """Stands for the state of Python's and NumPy's generators; the same in every process."""
     numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()[1].tobytes()
+    states = random.getstate(), None if numpy is None else _numbers_of(numpy.random.get_state())
     return zlib.crc32(repr(states).encode())
 
 
