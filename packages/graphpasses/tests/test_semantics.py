@@ -370,7 +370,7 @@ def s20_unfreeze() -> dict[str, Any]:
     model.zero_grad()
     model.layers[0].requires_grad_(True)
     c.forward_backward(**inputs)
-    reduced = {n.args[0].meta["val"].dtype for n in starts(c.graph().graph, "reduce_scatter")}
+    reduced = {value.dtype for n in starts(c.graph().graph, "reduce_scatter") for value in contributions(n)}
     fresh = compiler(PassConfig(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     fresh.forward_backward(**inputs)
     return {

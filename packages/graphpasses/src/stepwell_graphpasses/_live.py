@@ -52,6 +52,7 @@ class LiveModel:
         self._tree = [(m, tuple(m._modules.values()), frozenset(m._parameters)) for m in self.modules]
         self._places = {parameter.name: [_place(model, name) for name in parameter.names] for parameter in table}
         self.is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        self._lists: list[list[torch.Tensor]] = []  # of optimizers that were made before
         self._shard_rank = 0
         if topology is not None and topology.shard_axis is not None:
             self._shard_rank = topology.mesh.get_local_rank(topology.shard_axis)
@@ -87,7 +88,7 @@ class LiveModel:
                 f"parameters have gradients from before compilation ({', '.join(leftover[:3])}); they are not reduced, so"
                 " step or zero them first"
             )
-        _optimizers_of(tensor for _, tensor in old)
+        self._lists = _optimizers_of(tensor for _, tensor in old)
 
     def check_unchanged(self) -> None:
         """Refuse a model to which modules or parameters were added, or whose modules were replaced or removed.
@@ -104,9 +105,11 @@ class LiveModel:
                 )
 
     def commit(self) -> Callable[[], None]:
-        """Put shards in place of the parameters, and give what belongs on the meta device memory; returns what undoes that."""
+        """Put shards in place of the parameters, right after :meth:`check_fresh`, and give what is on the meta device memory.
+
+        Returns what undoes that.
+        """
         old = {parameter.name: self.parameter(parameter.name) for parameter in self.table}
-        holders = _optimizers_of(old.values())
         with torch.no_grad():
             if not self.is_meta:
                 self._broadcast(old)
@@ -114,7 +117,8 @@ class LiveModel:
         contents: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (held, dict(held)) for module in self.modules for held in (module._parameters, module._buffers)
         ]
-        lists = [(parameters, list(parameters)) for parameters in holders]
+        lists = [(parameters, list(parameters)) for parameters in self._lists]
+        self._lists = []
 
         def undo() -> None:
             for held, before in contents:
@@ -123,8 +127,8 @@ class LiveModel:
                 parameters[:] = earlier
 
         by_id = {id(old[name]): new[name] for name in old}
-        for parameters in holders:
-            parameters[:] = [by_id.get(id(p), p) for p in parameters]
+        for parameters, earlier in lists:
+            parameters[:] = [by_id.get(id(p), p) for p in earlier]
         if self.is_meta:
             _materialize_buffers(self.model, self.device)
         elif any(buffer.device != self.device for buffer in self.model.buffers()):
