@@ -95,7 +95,19 @@ class Templates:
             kwargs: likewise.
         """
         looks = signature(args, within=True), signature(kwargs, within=True)
-        key = (name, module.training, self._autocast(), self._needs((args, kwargs)), *looks, example)
+        return self._found(looks, example, name, module, call, args, kwargs)
+
+    def _found(
+        self,
+        looks: Hashable,
+        example: Example | None,
+        name: str,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Known:
+        key = (name, module.training, self._autocast(), self._needs((args, kwargs)), looks, example)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST:  # a number among what units are given may be another each time
@@ -124,10 +136,10 @@ class Templates:
             None where the arguments hold objects that the unit might change.
         """
         try:
-            signature(args, exact=True), signature(kwargs, exact=True)
+            looks = signature(args, exact=True), signature(kwargs, exact=True)
         except TypeError:
             return None
-        return self.known(example, name, shadow, shadow, args, kwargs)
+        return self._found(looks, example, name, shadow, shadow, args, kwargs)
 
     def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an operation of glue gives: of absent tensors alone, it always looks the same.
