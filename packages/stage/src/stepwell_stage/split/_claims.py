@@ -14,4 +14,4 @@ _lock = threading.Lock()
 def claim(tensor: torch.Tensor, rank: int) -> bool:
     """Whether a rank holds this tensor itself: the first one of the process that asks for it, and no other."""
     with _lock:
-        return bool(_ranks.setdefault(tensor, rank) == rank)
+        return bool(_ranks.setdefault(tensor, rank) == rank)  # type: ignore[no-untyped-call]
