@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from stepwell_p2p import LoopbackFabric, Transport
-from stepwell_stage import Costs, Executor, PipelineStage, Schedule, lower, profile_stages, simulate
+from stepwell_stage import Costs, Executor, Kind, PipelineStage, Schedule, lower, profile_stages, simulate
 from stepwell_stage.exceptions import StageUsageError
 from stepwell_stage.schedules import dualpipe_v, forward_only, one_f_one_b, zb_h1
 
@@ -87,3 +87,23 @@ def test_on_one_rank_and_for_a_simulation() -> None:
     assert math.isclose(simulate(lower(one_f_one_b(1, 2)), costs).makespan, 2 * (costs.forward[0] + costs.backward[0]))
     with pytest.raises(StageUsageError, match="repeats must be at least 1, got 0"):
         profiled(transport, one_f_one_b(1, 2), repeats=0)
+
+
+@pytest.mark.parametrize("has_handler", [False, True])
+def test_what_overlapped_pairs_save_is_measured_where_a_handler_runs_them(threads: Threads, has_handler: bool) -> None:
+    """It was left out, so that the simulation of such an executor took its pairs apart."""
+    schedule = dualpipe_v(2, 6)
+    handlers = {Kind.OVERLAP: lambda call: call.run()} if has_handler else None
+
+    def run(transport: Transport) -> Costs:
+        own = schedule.placement.stages_of(transport.rank)
+        stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), index, 4, "cpu", transport=transport) for index in own]
+        executor = Executor(stages, schedule, functional.mse_loss, handlers=handlers)
+        x = torch.ones(6 * ROWS, WIDTH)
+        inputs, target = (x,) if executor.is_first else (), x if executor.is_last else None
+        return profile_stages(executor, *inputs, target=target)
+
+    first, second = threads(run, 2)
+    assert first == second
+    assert (first.overlap_gain is not None) is has_handler
+    assert 0 <= (first.overlap_gain or 0) <= 1

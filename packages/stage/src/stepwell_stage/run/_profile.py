@@ -43,7 +43,8 @@ def profile_stages(executor: Executor, *args: Any, target: Any = None, repeats: 
 
     Returns:
         The same on every rank: of each stage the median time of its F, and of its B or of its I and W, of one microbatch; bytes
-        that its F saves for backward, parameters apart, and that it sends on. Messages take no time: ``attrs.evolve`` says
+        that its F saves for backward, parameters apart, and that it sends on; what overlapped pairs save, where a handler runs
+        them. Messages take no time: ``attrs.evolve`` says
         otherwise.
 
     Raises:
@@ -69,6 +70,7 @@ def profile_stages(executor: Executor, *args: Any, target: Any = None, repeats: 
             saved.most.get(stage.stage_index, 0),
             sent.get(stage.stage_index, 0),
             _medians(events, stage),
+            _pairs(events, stage),
         ]
         for stage in executor.stages
     ]
@@ -86,16 +88,31 @@ def _medians(events: Sequence[Event], stage: PipelineStage) -> dict[str, float]:
     return {kind.value: statistics.median(e.seconds for e in own if e.action.kind is kind) for kind in kinds}
 
 
+def _pairs(events: Sequence[Event], stage: PipelineStage) -> list[tuple[int, str, float]]:
+    """Overlapped pairs that a handler ran, by their forward's stage: stage and kind of their backward, and the median time."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for event in events:
+        if event.action.parts and event.action.stage == stage.stage_index:
+            backward = event.action.parts[1]
+            found.setdefault((backward.stage, backward.kind.value), []).append(event.seconds)
+    return [(*backward, statistics.median(seconds)) for backward, seconds in found.items()]
+
+
 def _together(words: Sequence[Word]) -> Word:
     return json.dumps([row for payload, _ in words for row in json.loads(payload)]).encode(), ()
 
 
-def _costs(rows: list[tuple[int, int, int, dict[str, float]]]) -> Costs:
+def _costs(rows: list[tuple[int, int, int, dict[str, float], list[tuple[int, str, float]]]]) -> Costs:
     rows = sorted(rows)
     events = [
         Event(0, Action(stage, Kind(kind), 0), 0.0, seconds)
-        for stage, _, _, medians in rows
+        for stage, _, _, medians, _ in rows
         for kind, seconds in medians.items()
+    ]
+    events += [
+        Event(0, Action.overlap(Action(stage, Kind.F, 1), Action(other, Kind(kind), 0)), 0.0, seconds)
+        for stage, _, _, _, pairs in rows
+        for other, kind, seconds in pairs
     ]
     times = Costs.measured(Timeline(events), len(rows))
     return attrs.evolve(times, activation_bytes=[row[1] for row in rows], output_bytes=[row[2] for row in rows])
