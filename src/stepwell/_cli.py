@@ -11,15 +11,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from stepwell._cli_doctor import doctor
 from stepwell._cli_plan import add_plan, add_prove, add_timeline
 from stepwell._cli_report import Report, Table
 from stepwell_meta.exceptions import StepwellError
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +115,7 @@ _COLOURS = {  # of an action, by its letter; those of pictures
 _ACTION = re.compile(r"\d*([FBIW&*{])(?:\d+&\d*[BI]\d+|[\w-]+\}\d*|\d*)-*")
 
 
-def _coloured(text: str) -> Text:
+def _coloured(text: str) -> Any:
     """A timeline with its actions in colours, where the terminal has them."""
     from rich.text import Text
 

@@ -16,7 +16,9 @@ from ._leaves import tensors_in
 
 _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
-_ROUTERS = frozenset((torch._tensor.__file__, torch.overrides.__file__))  # through these others call
+_ROUTERS = frozenset(
+    (torch.Tensor.backward.__code__.co_filename, torch.overrides.__file__)
+)  # through these others call
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _FUNCTION = torch.autograd.function.__file__
 
