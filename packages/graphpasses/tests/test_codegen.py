@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import linecache
 import operator
 import traceback
 import weakref
@@ -99,3 +101,18 @@ def test_results_laid_out_otherwise_than_captured_are_copied_into_that_layout() 
     step = compile_graph(graph, nn.Module())
     for _ in range(3):
         assert torch.equal(step([x, None])[0], normed.view(6, 5) * normed.flatten()[::2][:5])
+
+
+def test_the_text_of_a_graph_goes_with_it() -> None:
+    """Every graph left two texts in the cache of tracebacks for ever."""
+
+    def texts() -> set[str]:
+        return {name for name in linecache.cache if name.startswith("<stepwell graph")}
+
+    before = texts()
+    step = compile_graph(graph_of(lambda n: (aten.neg.default, (n[0],), {})), nn.Module())
+    step([torch.ones(2), None])
+    assert texts() - before
+    del step
+    gc.collect()
+    assert not texts() - before

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import keyword
 import linecache
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -81,6 +82,7 @@ def _code(graph: fx.Graph, root: nn.Module, after: Mapping[str, Callable[[Any], 
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), writer.bound)
     function: Step = writer.bound["step"]
+    weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
     return function
 
 

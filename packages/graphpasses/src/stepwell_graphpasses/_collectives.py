@@ -139,15 +139,6 @@ class Writer:
         started = self.call("gather", compat.ALL_GATHER_APART, list(nodes), size, group, group=group, size=size)
         return self._wait_apart(started, "gather", group, size)
 
-    def all_reduce_apart(self, nodes: Sequence[fx.Node], op: str, group: str, size: int) -> list[fx.Node]:
-        """The reductions of several values with one collective, each in the value's own memory, which nobody else may read."""
-        for node in nodes:
-            self._check_dtype(node, op)
-        started = self.call(
-            "all_reduce", compat.ALL_REDUCE_APART, list(nodes), op, group, group=group, size=size, op=op
-        )
-        return self._wait_apart(started, "all_reduce", group, size)
-
     def _wait_apart(self, started: fx.Node, waits_for: str, group: str, size: int) -> list[fx.Node]:
         results = []
         for index, name in enumerate(self.params):

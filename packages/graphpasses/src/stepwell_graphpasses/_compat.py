@@ -34,7 +34,6 @@ ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # only torch's bucketing writes it
-ALL_REDUCE_APART = torch.ops._c10d_functional.all_reduce_coalesced_.default
 
 # Operators with an underscore in their names that a capture is full of. Named like that since torch 1.x; needed.
 CAST = torch.ops.aten._to_copy.default
@@ -45,7 +44,6 @@ __all__ = [
     "ALL_GATHER_APART",
     "ALL_GATHER_OUT",
     "ALL_REDUCE",
-    "ALL_REDUCE_APART",
     "ALL_REDUCE_IN_PLACE",
     "CAST",
     "REDUCE_SCATTER",

@@ -34,8 +34,6 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     for node in graph.nodes:
         shares = (is_view(node) or is_mutation(node) or _is_pick(node) or node.target is compat.WAIT) and node.args
         source = node.args[0] if shares else None
-        if is_getitem(node) and node.args[0].target is compat.ALL_REDUCE_APART:
-            source = node.args[0].args[0][node.args[1]]  # each result is that value, in its place
         roots[node] = roots[source] if isinstance(source, fx.Node) else (node,)
     return roots
 
@@ -43,22 +41,6 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 def _is_pick(node: fx.Node) -> bool:
     """Whether a node picks one of several views."""
     return is_getitem(node) and (is_view(node.args[0]) or is_mutation(node.args[0]))  # type: ignore[arg-type]
-
-
-def sole_readers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each value of whose memory, through views too, only one node makes use: that node. Inputs are never among them."""
-    roots = memory_roots(graph)
-    readers: dict[fx.Node, set[fx.Node]] = {}
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            if roots[node] != roots[source] or is_mutation(node):
-                for root in roots[source]:
-                    readers.setdefault(root, set()).add(node)
-    return {
-        node: next(iter(readers[root]))
-        for node, (root, *others) in roots.items()
-        if not others and root.op == "call_function" and len(readers.get(root, ())) == 1
-    }
 
 
 def writers_of_memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -6,17 +6,18 @@ A bucket of gathers packs the shards of its parameters into one row; every rank'
                                                   rank 1 [a b c]
 
 Over gloo, which copies what it gathers in and out of a buffer of its own, members travel in one message without being packed
-first: one collective that gives each parameter in memory of its own, or sums each gradient where it lies.
+first: one collective that gives each parameter in memory of its own.
 
-A bucket of reduce-scatters packs gradients the same way, and each rank gets its row of the sum. The bits of each member are those
-that it would have alone: nothing is cast, so members have one dtype, and they are of one kind, phase and group.
+A bucket of reduce-scatters packs gradients the same way, and each rank gets its row of the sum. One of all-reduces is summed
+where it is packed, and gradients are views of it. The bits of each member are those that it would have alone: nothing is cast, so
+members have one dtype, and they are of one kind, phase and group.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -25,8 +26,7 @@ from torch import fx
 from .. import _compat as compat
 from .._collectives import Comm, Kind, Writer, collective_bytes, comm_of, starts, wait_of
 from .._config import PassConfig
-from .._graph import JointGraph, Phase, phase_of, positions, tensor_bytes, value_of
-from .._memory import sole_readers
+from .._graph import JointGraph, Phase, phase_of, positions, value_of
 from .._order import rearrange
 from .._pass import PassContext, PassContract
 from ..exceptions import ConfigError
@@ -58,8 +58,7 @@ class BucketPass:
     """Merges gathers, reduce-scatters and all-reduces; the graph is sorted once, after the last bucket.
 
     Args:
-        pack: whether members of gathers and all-reduces are packed into one row; None: unless the backend copies them anyway (on
-            CPU).
+        pack: whether members of gathers are packed into one row; None: unless the backend copies them anyway (on CPU).
         backend: who chooses and merges: ``stepwell``, or ``torch``, whose own bucketing only merges neighbours, and always packs.
 
     Raises:
@@ -95,7 +94,6 @@ class BucketPass:
         members = [_member(joint, index, node) for index, node in enumerate(nodes)]
         buckets = plan_buckets(members, context.config)
         position = positions(joint.graph)
-        owned = {} if pack else sole_readers(joint.graph)
         for number, bucket in enumerate(buckets):
             kind, phase = bucket.members[0].key[:2]
             names = ", ".join(name for member in bucket.members for name in member.params)
@@ -103,7 +101,7 @@ class BucketPass:
                 (f"bucket {number}", f"{kind} in {phase} of {names}; it ends there because {bucket.reason}")
             )
             if len(bucket.members) > 1:
-                _merge(joint, [nodes[member.index] for member in bucket.members], position, None if pack else owned)
+                _merge(joint, [nodes[member.index] for member in bucket.members], position, pack=pack)
         rearrange(joint.graph)
 
     def _run_torch(self, joint: JointGraph, config: PassConfig) -> None:
@@ -183,12 +181,10 @@ def _merge(
     joint: JointGraph,
     nodes: Sequence[fx.Node],
     position: dict[fx.Node, int],
-    owned: Mapping[fx.Node, fx.Node] | None,
+    *,
+    pack: bool,
 ) -> None:
-    """Replace collectives of one kind by one: gathers at the first of them, reductions at the last.
-
-    With ``owned``, the only readers of values that have one, members stay apart.
-    """
+    """Replace collectives of one kind by one: gathers at the first of them, reductions at the last."""
     graph = joint.graph
     comms = [_mark(node) for node in nodes]
     comm = comms[0]
@@ -203,18 +199,14 @@ def _merge(
     phase: Phase = phase_of(place)
     writer = Writer(joint.mode, graph, like=place, params=params, phase=phase, fqn=bucket_unit(joint, params[0]))
     with graph.inserting_before(place):
-        if comm.kind == "gather" and owned is not None:
-            results = writer.gather_apart(sources, comm.group, comm.size)
-        elif comm.kind == "all_reduce" and owned is not None:
-            values = [_owned(writer, *pair, owned) for pair in zip(sources, nodes, strict=True)]
-            assert comm.op is not None
-            results = writer.all_reduce_apart(values, comm.op, comm.group, comm.size)
-        elif comm.kind == "gather":
+        if comm.kind == "gather" and pack:
             results = _gather(writer, sources, comms)
-        elif comm.kind == "reduce_scatter":
-            results = _reduce_scatter(writer, sources, comms)
-        else:
+        elif comm.kind == "gather":
+            results = writer.gather_apart(sources, comm.group, comm.size)
+        elif comm.kind == "all_reduce":
             results = _all_reduce(writer, sources, comms)
+        else:
+            results = _reduce_scatter(writer, sources, comms)
     for wait, result in zip(waits, results, strict=True):
         wait.replace_all_uses_with(result)
         graph.erase_node(wait)
@@ -283,18 +275,6 @@ def _dense(writer: Writer, node: fx.Node) -> fx.Node:
     if value_of(node).is_contiguous():
         return node
     return writer.call("pack", aten.clone.default, node, kwargs={"memory_format": torch.contiguous_format})
-
-
-def _owned(writer: Writer, source: fx.Node, reader: fx.Node, owned: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A value that a reduction may write to: the gradient itself, where nothing else looks at its memory."""
-    value = value_of(source)
-    if (
-        owned.get(source) is reader
-        and value.is_contiguous()
-        and value.untyped_storage().nbytes() == tensor_bytes(value)
-    ):
-        return source
-    return writer.call("pack", aten.clone.default, source, kwargs={"memory_format": torch.contiguous_format})
 
 
 def _flat(writer: Writer, node: fx.Node, kind: Kind) -> fx.Node:

@@ -163,7 +163,7 @@ class OverlapPass:
         """Waits and what unpacks them go to the first reader; those of reductions behind the start of a later one."""
         reductions = starts(joint.graph, "reduce_scatter", "all_reduce")
         end = float(position[joint.output_node])
-        begins = [_begin(node, position) for node in reductions]
+        begins = [min(position[part] for part in (*_pack_of(node), node)) for node in reductions]
         for index, node in enumerate(reductions):
             later = index + self.reductions
             wishes |= dict.fromkeys(waits_of(node), begins[later] - 0.5 if later < len(begins) else end)
@@ -285,14 +285,6 @@ def _pack_of(node: fx.Node) -> list[fx.Node]:
                 found.append(source)
                 waiting.append(source)
     return found
-
-
-def _begin(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """Where a reduction begins: at what packs its input, right before it."""
-    packs = set(_pack_of(node))
-    while node.prev in packs:
-        node = node.prev
-    return position[node]
 
 
 def _gathered_bytes(node: fx.Node) -> int:
