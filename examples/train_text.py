@@ -346,6 +346,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, bytes
     for name in ("stages", "microbatches", "steps", "batch", "seq_len", "layers", "width", "heads"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if not 0 <= options.lr < float("inf"):
+        parser.error(f"--lr must be a number, at least 0 and finite, got {options.lr}")
     if options.model != OWN and not options.model.startswith(FROM_TRANSFORMERS):
         parser.error(f"--model must be {OWN} or {FROM_TRANSFORMERS}NAME, got {options.model!r}")
     if options.schedule not in schedules.BY_NAME:

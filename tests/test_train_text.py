@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from stepwell_meta.testing import WorkerPool
+from stepwell_stage.schedules import BY_NAME
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_text.py"
 SMALL = ["--steps", "12", "--layers", "6", "--width", "32", "--batch", "8", "--seq-len", "16", "--microbatches", "3"]
@@ -60,6 +61,19 @@ def test_it_trains_on_threads_and_checks_itself(arguments: list[str]) -> None:
     check(output, 3)
 
 
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"zbv"}))
+def test_any_schedule_is_trained_predicted_and_drawn(name: str) -> None:
+    """On three ranks, with five microbatches of a batch of eight and six layers in three or six stages."""
+    sizes = ["--steps", "2", "--layers", "4", "--width", "16", "--batch", "8", "--seq-len", "8", "--microbatches", "5"]
+    code, output = run_here(SCRIPT, [*sizes, "--stages", "3", "--schedule", name])
+    assert code == 0
+    assert re.search(r"check against one process over 2 steps: .*\): ok", " ".join(output.split())), output
+    for title in (f"last step, as measured:\n{name}: ", f"as predicted from its actions:\n{name}, simulated: "):
+        lines = output.split(title)[1].splitlines()
+        assert re.match(r"[\d.]+ m?s, bubble [\d.]+%", lines[0])
+        assert [line.split("|")[0] for line in lines[1:4]] == ["rank 0 ", "rank 1 ", "rank 2 "]
+
+
 def test_it_starts_processes_and_trains_on_gloo(arguments: list[str]) -> None:
     """As a user starts it; two processes say as much about that as four."""
     command = [sys.executable, str(SCRIPT), *arguments, "--launcher", "gloo", "--stages", "2"]
@@ -88,6 +102,7 @@ def test_it_trains_over_shared_memory(arguments: list[str], workers: WorkerPool,
     ("arguments", "words"),
     [
         (["--stages", "0"], "--stages must be at least 1, got 0"),
+        (["--lr", "nan"], "--lr must be a number, at least 0 and finite, got nan"),
         (["--stages", "12"], "--stages 12 with --schedule 1f1b needs 12 pieces, but 6 layers"),
         (["--schedule", "fifo"], "--schedule must be one of gpipe, 1f1b"),
         (["--batch", "4"], "--batch 4 cannot be cut into 8 microbatches"),
