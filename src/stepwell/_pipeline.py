@@ -207,9 +207,10 @@ class Pipeline:
         count = len(arg_mbs if arg_mbs is not None else kwarg_mbs or ())
         if arg_mbs is not None and kwarg_mbs is not None and len(kwarg_mbs) != count:
             raise PipelineError(f"arg_mbs has {count} microbatches, kwarg_mbs {len(kwarg_mbs)}: give as many of both")
+        if not is_wanted:
+            return (), targets
         parts = zip(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, strict=True)
-        named = [self._cut.keywords(*part, **keywords) for part, keywords in parts]
-        return (), {"kwarg_mbs": named if is_wanted else None, **targets}
+        return (), {"kwarg_mbs": [self._cut.keywords(*part, **keywords) for part, keywords in parts], **targets}
 
     def _loss(self) -> float | None:
         return None if self.executor.loss is None else self.executor.loss.item()
