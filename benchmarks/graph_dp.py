@@ -86,8 +86,10 @@ def compare(layers: int, width: int, batch: int, length: int, steps: int) -> dic
     fully_shard(fsdp)
     runs["fsdp2"] = (lambda: loss_of(fsdp, tokens).backward(), fsdp)
     for name, config in {
-        "graph ddp": PassConfig(dp_mode="ddp", bucket_by="bytes"),
+        "graph ddp": PassConfig(dp_mode="ddp", bucket_by="bytes", bucket_mb=8),
+        "graph ddp, torch's passes": PassConfig(dp_mode="ddp", bucket_by="bytes", bucket_mb=8, pass_backend="torch"),
         "graph fsdp": PassConfig(),
+        "graph fsdp, torch's passes": PassConfig(pass_backend="torch"),
         "graph fsdp, one each": PassConfig(bucket_by="none"),
     }.items():
         start = time.perf_counter()
@@ -175,16 +177,18 @@ def main() -> None:
     parser.add_argument("--passes", type=int, nargs="*", default=[4, 16, 64, 256], help="layers to time the passes for")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     if options.quick:
         options.ranks, options.passes, options.layers, options.width, options.steps = [2], [4, 8], 2, 64, 4
+    busy = os.getloadavg()[0]
     lines = [
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, gloo.",
         f"A GPT of {options.layers} layers of width {options.width}, 4 x 64 tokens a rank.",
         f"Medians over {options.steps} interleaved steps, on the slowest rank. CPU is that of one rank with all of its",
         "threads, which a busy machine disturbs least. Compute is the step without any communication: the limit.",
         "Peak is what a step holds beyond what was there before.",
+        f"Before the run {busy:.1f} other processes were running or waiting: the less, the more the times mean.",
         "",
     ]
     lines += growth(options.passes).lines()
