@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -297,15 +298,12 @@ def test_a_rank_that_is_killed_before_its_channels_open_ends_the_others_opening(
 
 
 def killed_while_the_channels_open(moment: str) -> tuple[float, object]:
-    def kill(*_: object) -> None:  # not `die`, which ends a thread that is not the main one
-        os.kill(os.getpid(), signal.SIGKILL)
-
     transport = C10dTransport()
     start = time.monotonic()
     if transport.rank == 1 and moment == "after the meeting":
-        groups_module._wait_for_members = kill
+        groups_module._wait_for_members = die_now
     elif transport.rank == 1:
-        groups_module.gloo_groups = lambda timeout: kill
+        groups_module.gloo_groups = lambda timeout: die_now
     with pytest.raises(PeerFailure) as caught:
         transport.open(Placement.loop(4, 4), chain_wires(4))
     seconds = time.monotonic() - start
@@ -346,6 +344,38 @@ def test_a_rank_that_is_killed_before_it_has_a_transport_is_missed_at_once(worke
             assert seconds < 5
 
 
+def killed_in_the_middle_of_a_message() -> tuple[float, object]:
+    transport = C10dTransport(placement=Placement.loop(3, 3))
+    rank, numel = transport.rank, 1 << 28
+    start = time.monotonic()
+    if rank == 0:
+        value = torch.zeros(numel, dtype=torch.uint8)
+        transport.post([Send(Op(OpKind.SEND_F, Edge(0, 1), 0, 0), value)])
+        threading.Timer(0.05, die_now).start()  # the message takes longer
+        time.sleep(20)
+    meta = TensorMeta((numel,), (1,), torch.uint8) if rank == 1 else META
+    with pytest.raises(PeerFailure) as caught:
+        transport.post([Recv(Op(OpKind.RECV_F, Edge(rank - 1, rank), rank - 1, 0), meta)]).wait()
+    seconds = time.monotonic() - start
+    transport.close()
+    return seconds, caught.value.rank
+
+
+def die_now(*_: object) -> None:
+    """Not `die`, which ends a thread that is not the main one."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_missed(workers: WorkerPool) -> None:
+    """gloo forgets what it has begun to read, so its receiver, and all that waited for that one, waited for the timeout."""
+    outcomes = workers.outcomes(killed_in_the_middle_of_a_message, 3, deadline=20.0)
+    assert outcomes[0].exit_code == -9
+    for outcome in outcomes[1:]:
+        seconds, failed = outcome.value
+        assert failed == 0
+        assert seconds < 10
+
+
 class CountingStore(dist.HashStore):
     """Says how often it was asked."""
 
@@ -361,6 +391,9 @@ class ManyWaits:
 
     def notes(self, older_than: float) -> list[Note]:
         return [Note((1, 0, True, 0, number, 0, 0), "a receive", 1, "float32", 2.0, False) for number in range(1000)]
+
+    def probe(self) -> None:
+        return None
 
     def wake(self, failure: Failure) -> None:
         raise AssertionError(failure)

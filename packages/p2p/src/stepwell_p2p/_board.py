@@ -28,6 +28,7 @@ _FAILURE = "failure"  # the key in the store
 
 _POLL = 0.2  # seconds between two looks at the store
 _LOST_AFTER = 1.0  # seconds that a store may be unreachable while something is pending
+_PROBE_EVERY = 1.0  # seconds between two attempts to find out whether a peer of a long wait lives
 _NOTE_AFTER = 1.0  # seconds after which an unfinished message is written down for the other ranks
 
 
@@ -58,6 +59,10 @@ class Watched(Protocol):
 
     def notes(self, older_than: float) -> Sequence[Note]:
         """The unfinished messages that were posted longer ago than this, those that are waited for first."""
+        ...
+
+    def probe(self) -> Failure | None:
+        """Why a long wait will not end, where that can be found out; called about once a second while there are any."""
         ...
 
     def wake(self, failure: Failure) -> None:
@@ -92,6 +97,7 @@ class FailureBoard:
         self._lost_since: float | None = None
         self._noted: set[tuple[object, ...]] = set()
         self._told: set[tuple[object, ...]] = set()
+        self._probed = 0.0
         self.failure: Failure | None = None
         self._thread = threading.Thread(target=self._run, name=f"stepwell-p2p-board-{rank}", daemon=True)
         self._thread.start()
@@ -194,6 +200,10 @@ class FailureBoard:
         if known != self._noted:
             self._noted = known
             self.publish()
+        if notes and time.monotonic() - self._probed >= _PROBE_EVERY:
+            self._probed = time.monotonic()
+            if (failure := watched.probe()) is not None:
+                return self.report(failure)
         self._warn([note for note in notes if note.waiting and note.seconds >= self._stall_after])
         forms = {
             (peer, theirs.message): theirs.form

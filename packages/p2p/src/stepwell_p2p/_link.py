@@ -176,6 +176,25 @@ class Link:
                             flight.work.wait(_WAKE)  # runs out, which breaks the pair, which ends the other, long wait
         self.pending.clear()
 
+    def probe(self) -> Failure | None:
+        """For the board: whether a peer that a receive waits for has ended.
+
+        gloo forgets a message that it has begun to read: where its sender ends then, nobody wakes who waits for it. But on a
+        broken connection nothing new can be posted.
+        """
+        for handle in list(self.pending) if self.gloo else ():
+            for flight in handle.flights if handle.waiting_since is not None else ():
+                if not flight.done and not flight.op.kind.is_send:
+                    try:
+                        handle.transport.probe(flight.op)
+                    except RuntimeError as error:
+                        return Failure(
+                            f"it ended, or its connection to rank {self.rank} broke, during {flight.op} ({error})",
+                            flight.op.peer,
+                        )
+                    break
+        return None
+
     def notes(self, older_than: float) -> Sequence[Note]:
         """For the board: what this rank has not finished."""
         now = time.monotonic()

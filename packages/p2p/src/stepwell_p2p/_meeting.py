@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ._groups import ChannelGroup
     from ._link import Link
 
-# Which message of the meeting: below these are the turns of `meet`, 61 at most.
-_OPENED, _HERE, _NAME = 61, 62, 63
+# Which message of the meeting: below these are the turns of `meet`, 60 at most.
+_NEVER, _OPENED, _HERE, _NAME = 60, 61, 62, 63
 _LATE = 0.95  # a wait that took this share of its timeout ran out; a shorter one ended with its connection
 _PAUSE = 0.05  # seconds between two looks for a failure
 
@@ -172,6 +172,11 @@ def open_together(post: _Post, link: Link, channels: ChannelMap) -> list[Channel
     except BaseException:
         done.add_done_callback(_drop)
         raise
+
+
+def probe_tag(op: Op) -> int:
+    """The tag of a message between the same ranks that nobody sends."""
+    return _tag(op.edge.source, op.edge.destination, _NEVER)
 
 
 def _drop(done: Future[list[ChannelGroup]]) -> None:

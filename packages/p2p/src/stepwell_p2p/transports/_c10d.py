@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ from .._channels import ChannelPolicy, channels_for
 from .._failure import Failure
 from .._layout import check_buffer, place, row_major
 from .._link import Flight, Link, backend_for, leave, link_of
-from .._meeting import meet, open_together
+from .._meeting import meet, open_together, probe_tag
 from .._op import Op
 from .._own import OwnMessages, OwnReceive
 from .._pack import SMALL
@@ -29,6 +30,9 @@ from .._placement import Placement, Wire, chain_wires
 from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError
+
+_LONG = 1 << 22  # bytes from which on a message may be under way for milliseconds
+_PAUSE = 0.05  # seconds between two looks for a failure
 
 
 class C10dTransport:
@@ -207,6 +211,12 @@ class C10dTransport:
                 for handle in [handle for handle in self._link.pending if handle.transport is self]:
                     self._link.pending.pop(handle, None)
                 leave(self._link, self.name)
+
+    def probe(self, op: Op) -> None:
+        """For the link: post a receive of what is never sent where ``op`` is received; a broken connection raises."""
+        route = self._routes[False].get(op)
+        if route is not None:
+            route.start([torch.empty(1)], route.peer, probe_tag(op))
 
     def _forget_routes(self) -> None:
         for routes in self._routes:
@@ -420,7 +430,9 @@ class _Batch:
                 if link.failure is not None:
                     raise link.failure.error()
                 try:
-                    if timeout is None:
+                    if link.gloo and flight.tensor.nbytes >= _LONG and not flight.op.kind.is_send:
+                        _wait_apart(flight, link)
+                    elif timeout is None:
                         flight.work.wait()  # as long as its group says
                     else:
                         flight.work.wait(timeout)
@@ -435,6 +447,30 @@ class _Batch:
         finally:
             self.waiting_since = None
             link.pending.pop(self, None)
+
+
+def _wait_apart(flight: Flight, link: Link) -> None:
+    """Wait for a receive in another thread, for nothing wakes one that waits for a message which gloo has begun to read.
+
+    See :meth:`Link.probe`. Small messages are read in one go, and would take twice as long.
+    """
+    done = threading.Event()
+    errors: list[RuntimeError] = []
+
+    def block() -> None:
+        try:
+            flight.work.wait(link.timeout)
+        except RuntimeError as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=block, name=f"stepwell-p2p-recv-{link.rank}", daemon=True).start()
+    while not done.wait(_PAUSE):
+        if link.failure is not None:
+            raise link.failure.error()
+    if errors:
+        raise errors[0]
 
 
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:
