@@ -9,7 +9,7 @@ import pytest
 
 from stepwell_stage import Action, Costs, Event, Kind, Timeline, lower, simulate
 from stepwell_stage.plan._timeline import label, seconds
-from stepwell_stage.schedules import custom, dualpipe_v, one_f_one_b, zbv
+from stepwell_stage.schedules import BY_NAME, custom, dualpipe_v, one_f_one_b, zbv
 
 F, B = Kind.F, Kind.B
 
@@ -67,6 +67,27 @@ def test_p154_text_shows_who_waits() -> None:
     assert first.startswith("F0--F1-~")
     assert second.startswith("~~~~F0-B0")
     assert second.endswith("....")
+
+
+@pytest.mark.parametrize("gain", [None, 0.25])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_p154_nothing_starts_before_what_it_needs_has_ended(name: str, gain: float | None) -> None:
+    schedule = BY_NAME[name](4, 8)
+    last = schedule.placement.num_stages - 1
+    costs = attrs.evolve(Costs.uniform(last + 1, latency=0.25), overlap_gain=gain)
+    found: dict[tuple[str, int, int | None], Event] = {}
+    for event in simulate(lower(schedule), costs).timeline.events:
+        if event.action.kind.is_compute:
+            for leaf in event.action.leaves:
+                kind = "B" if leaf.kind.is_backward else leaf.kind.value
+                found[kind, leaf.stage, leaf.microbatch] = event
+    for (kind, stage, number), event in found.items():
+        needs = {"F": [("F", stage - 1)], "B": [("F", stage), ("B", stage + 1)], "W": [("B", stage)]}[kind]
+        for need, other in needs:
+            if 0 <= other <= last:
+                before = found[need, other, number]
+                message = 0.25 if before.rank != event.rank else 0.0
+                assert before.end + message <= event.start + 1e-9, (kind, stage, number)
 
 
 def test_several_stages_have_their_numbers_where_there_is_room() -> None:
