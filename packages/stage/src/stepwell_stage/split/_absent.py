@@ -27,7 +27,19 @@ BY_SHAPE = frozenset(
 _READS = frozenset(
     (
         *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__", "__dlpack__"),
-        *("__format__", "item", "tolist", "numpy", "apply_", "map_", "equal", "allclose", "is_nonzero"),
+        *(
+            "__format__",
+            "__repr__",
+            "__reduce_ex__",
+            "item",
+            "tolist",
+            "numpy",
+            "apply_",
+            "map_",
+            "equal",
+            "allclose",
+            "is_nonzero",
+        ),
         *("nonzero", "argwhere", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
     )
 )

@@ -13,7 +13,7 @@ from ._absent import Absence
 from ._demand import StagePlan
 from ._glue import DoneError, StageGlue
 from ._inputs import replaced
-from ._leaves import tensors_in, with_tensors
+from ._leaves import shown_by, tensors_in, with_tensors
 from ._look import Look
 from ._own import Control
 from ._state import Flags, drawn
@@ -145,7 +145,7 @@ class StageForward:
         """The forward has returned."""
         route = glue.route = glue.route.ended(glue.count)
         if self._plan.is_last:
-            if any(map(self._absence.is_absent, tensors_in(result))):
+            if any(map(self._absence.is_absent, shown_by(result))):
                 raise StageUsageError(
                     "the model returned something that it did not return in the example, or that a hook took out of a unit of"
                     " another stage: leave it out of what the model returns, or split with an example for this way too (ways=)"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import types
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
+
+from ._state import plain_in, slots_of
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _EMPTY = frozenset(
@@ -43,6 +48,32 @@ def hidden_in(value: Any) -> Iterator[torch.Tensor]:
         _fields(value) is None and not isinstance(value, torch.Tensor | torch.nn.Module | type) and not callable(value)
     ):
         yield from tensors_in(getattr(value, "__dict__", None))
+
+
+def shown_by(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that a result holds in any way: in objects of any kind, and in what functions remember."""
+    todo, seen = [value], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, types.FunctionType):
+            todo += (cell.cell_contents for cell in one.__closure__ or () if cell != types.CellType())
+            todo += one.__defaults__ or ()
+        elif isinstance(one, functools.partial):
+            todo += (one.func, *one.args, *one.keywords.values())
+        elif isinstance(one, types.MethodType):
+            todo.append(one.__self__)
+        elif isinstance(one, Mapping):
+            todo += one.values()
+        elif isinstance(one, tuple | list | set | frozenset | deque):
+            todo += one
+        elif type(one) not in _EMPTY and not isinstance(one, torch.nn.Module | type | types.ModuleType):
+            todo += (getattr(one, slot) for slot in slots_of(type(one)) if hasattr(one, slot))
+            todo += getattr(one, "__dict__", {}).values()
 
 
 def contents(value: Any) -> list[tuple[Any, list[Any]]]:
@@ -83,7 +114,7 @@ def signature(value: Any, *, exact: bool = False, within: bool = False) -> Hasha
     Args:
         value: arguments of a module or of a function of torch.
         exact: whether objects of other kinds are refused; otherwise their class counts.
-        within: whether their attributes count too: shapes of tensors, and plain values.
+        within: whether what is kept in their attributes counts too, however deep: plain values, and shapes of tensors.
 
     Raises:
         TypeError: there is such an object.
@@ -106,11 +137,12 @@ def signature(value: Any, *, exact: bool = False, within: bool = False) -> Hasha
         return (type(value), *(signature(getattr(value, name, None), exact=exact, within=within) for name in names))
     if exact:
         raise TypeError(f"a {type(value).__name__} has no signature")
-    if not within:
-        return (type(value),)
-    kept = getattr(value, "__dict__", None) or {}
-    plain = ((name, one) for name, one in kept.items() if one is None or isinstance(one, _PLAIN))
-    return (type(value), *plain, *(tensor.shape for tensor in hidden_in(value)))
+    return (type(value), *_kept_in(value)) if within and not isinstance(value, torch.nn.Module) else (type(value),)
+
+
+def _kept_in(value: Any) -> Iterator[Hashable]:
+    for name, _, _, one in plain_in(value, "", set()):
+        yield (name, (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one)
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any], *, anew: bool) -> Any:

@@ -117,6 +117,7 @@ def look_at(model: nn.Module, kinds: Kinds, names: Sequence[str], *, with_time: 
     """Run every example once and see what comes from where."""
     units = {name: model.get_submodule(name) for name in names}
     _check_hooks(model, units)
+    _check_compiled(model, units)
     device = _device(model, kinds.examples)
     mode = (model.training, torch.is_grad_enabled())
     every = [_look_at(model, kinds.inputs, one, units, device, mode, with_time=with_time) for one in kinds.examples]
@@ -214,6 +215,22 @@ def _check_hooks(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
             raise StageUsageError(
                 f"{name or type(model).__name__!r} has backward hooks and is no unit, so no stage has all that they are to see:"
                 " put them on units, or make it one (units=)"
+            )
+
+
+def _check_compiled(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """What a compiler has made of a module has no Python to run, or runs it elsewhere."""
+    within = {id(module) for unit in units.values() for module in unit.modules() if module is not unit}
+    for name, module in model.named_modules():
+        what = repr(name) if name else type(model).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StageUsageError(
+                f"{what} is a module of torch.jit, which no stage can have a part of: split the model that it was made of"
+            )
+        if id(module) not in within and isinstance(vars(module)["_modules"].get("_orig_mod"), nn.Module):
+            raise StageUsageError(
+                f"{what} is wrapped by torch.compile, which would compile what stages do around it too: split the model without"
+                " it, and compile units of the stages' modules, or use the method compile() of the module, which wraps nothing"
             )
 
 

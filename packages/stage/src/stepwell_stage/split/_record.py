@@ -18,7 +18,7 @@ from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
 from ._frames import Enclosing, enclosing, source_line
 from ._glue import Glue, check_told
-from ._leaves import contents, hidden_in, tensors_in, with_tensors
+from ._leaves import contents, hidden_in, shown_by, tensors_in, with_tensors
 from ._needs import needing
 from ._poison import UnitState
 from ._questions import FOLLOWED
@@ -29,6 +29,7 @@ from ._watch import Draws, Inside, Made
 
 _CHANGED = "it is changed in place"
 _UNSEEN = "it is made where nothing is seen"
+_TRANSFORMED = "it is made in a transform of torch.func"
 _UNKNOWN = "a tensor of unknown origin"
 
 
@@ -122,7 +123,9 @@ class Recorder(Glue):
             changes: what it left changed of the model beside the units: before and after.
         """
         self._check_kept()
-        results = tuple(self._position(tensor) for tensor in tensors_in(result))
+        shown = list(tensors_in(result))  # and what whoever is given the result may find in it
+        shown += (tensor for tensor in shown_by(result) if id(tensor) in self._seen)
+        results = tuple(dict.fromkeys(map(self._position, shown)))
         state = {
             name: self._position(after)
             for name, (before, after) in changes.items()
@@ -399,6 +402,8 @@ class Recorder(Glue):
     ) -> int:
         position = len(self._values)
         nbytes = tensor.numel() * tensor.element_size()
+        if is_transformed(tensor):
+            stays = stays or _TRANSFORMED
         self._values.append(Value(key, origin, name, parents, nbytes, stays, is_drawn=is_drawn))
         self._regions.append(self._region(enclosing(self._outside)))
         before = self._seen.get(id(tensor))

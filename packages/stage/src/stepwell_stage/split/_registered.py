@@ -20,6 +20,11 @@ def check_registered(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, _, _, value in plain_in(module, path, seen):
             if isinstance(value, torch.Tensor) and value.requires_grad and id(value) not in known:
+                if not value.is_leaf:
+                    raise StageUsageError(
+                        f"{name!r} is made of parameters and kept, as old weight_norm and pruning do, or an earlier forward, and"
+                        " cannot be copied: use torch.nn.utils.parametrizations, or prune.remove(), or del it, before the split"
+                    )
                 raise StageUsageError(
                     f"{name!r} requires a gradient and is not registered, so every stage would have another one: make it an"
                     " nn.Parameter or a child module, in an nn.ParameterList or nn.ModuleList where there are several"

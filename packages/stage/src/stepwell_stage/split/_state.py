@@ -57,8 +57,7 @@ def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
             held += vars(value)[key].items()
         value = vars(value)
     else:
-        slots = [slot for kind in type(value).__mro__ for slot in _slots(kind)]
-        held = [(slot, getattr(value, slot)) for slot in slots if hasattr(value, slot)]
+        held = [(slot, getattr(value, slot)) for slot in slots_of(type(value)) if hasattr(value, slot)]
         inside = getattr(value, "__dict__", None)
         if isinstance(inside, dict):
             held += inside.items()
@@ -99,6 +98,11 @@ def _numbers_of(state: Any) -> tuple[Any, ...]:
     """The state of one of NumPy's older generators."""
     name, keys, *others = state
     return (name, keys.tobytes(), *others)
+
+
+def slots_of(kind: type) -> list[str]:
+    """The attributes of a class's instances that are in slots."""
+    return [slot for one in kind.__mro__ for slot in _slots(one)]
 
 
 def _slots(kind: type) -> Sequence[str]:

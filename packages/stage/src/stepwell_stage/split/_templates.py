@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from torch import nn
 from .._compat import is_own_attribute
 from ..exceptions import StageUsageError
 from ._absent import Absence, memory_of, versions
-from ._leaves import contents, signature, tensors_in, with_tensors
+from ._leaves import contents, shown_by, signature, tensors_in, with_tensors
 from ._needs import needing
 
 # A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
@@ -107,13 +108,24 @@ class Templates:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Known:
-        key = (name, module.training, self._autocast(), self._needs((args, kwargs)), looks, example)
+        key = self._key(looks, example, name, module, args, kwargs)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST:  # a number among what units are given may be another each time
                 self._known.clear()
             known = self._known[key] = self._make(example, name, call, args, kwargs)
         return known
+
+    def _key(
+        self,
+        looks: Hashable,
+        example: Example | None,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Hashable:
+        return (name, module.training, self._autocast(), self._needs((args, kwargs)), looks, example)
 
     def elsewhere(
         self,
@@ -133,12 +145,18 @@ class Templates:
             kwargs: likewise.
 
         Returns:
-            None where the arguments hold objects that the unit might change.
+            None where the arguments hold objects that the unit might change, and that cannot be copied.
         """
         try:
             looks = signature(args, exact=True), signature(kwargs, exact=True)
         except TypeError:
-            return None
+            looks = signature(args, within=True), signature(kwargs, within=True)
+            if self._key(looks, example, name, shadow, args, kwargs) not in self._known:
+                absent = {id(one): self._absence.like(one) for one in shown_by((args, kwargs))}
+                try:
+                    args, kwargs = copy.deepcopy((args, dict(kwargs)), absent)
+                except Exception:  # whatever their own code says
+                    return None
         return self._found(looks, example, name, shadow, shadow, args, kwargs)
 
     def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
