@@ -50,6 +50,7 @@ class StageForward:
         self._look = look
         self._plan = plan
         self._is_given = everywhere or stage == 0
+        self._everywhere = everywhere
         self._control = control
         self._absence = absence
         self._absence.tracks = any(one.asks for one in look.ways.recordings)
@@ -63,9 +64,10 @@ class StageForward:
         self._ways = {route.number: route.ways for start in self._routes for route in start.walk()}
         self._examples = [sight.examples for sight in look.sights]
         # Several stages of a rank are given the same tensors, and each of them changes these in place.
-        self._writes = any(
-            value.origin is Origin.INPUT and value.is_written for one in look.ways.recordings for value in one.values
-        )
+        self._writes = [
+            {value.key[1] for value in one.values if value.origin is Origin.INPUT and value.is_written}
+            for one in look.ways.recordings
+        ]
 
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
@@ -81,8 +83,10 @@ class StageForward:
             slots = route.part.takes.get(INPUTS, {})
             example = self._look.kinds.examples[route.ways[0]]
             named = replaced(example, {index: values[slot] for index, slot in slots.items()})
-        if self._writes:
-            copies = {number: one.clone() for number, one in enumerate(tensors_in(named))}
+        self._check_gradients(named)
+        written = set().union(*(self._writes[way] for way in route.ways))
+        if written:
+            copies = {number: one.clone() for number, one in enumerate(tensors_in(named)) if number in written}
             named = replaced(named, copies)
         glue = StageGlue(
             route,
@@ -128,6 +132,17 @@ class StageForward:
     def _named(self, received: Sequence[Any], inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs that this rank was given, by name."""
         return self._look.inputs.joined(received, inputs) if self._stage == 0 else inputs
+
+    def _check_gradients(self, named: Mapping[str, Any]) -> None:
+        """Where every stage is given the inputs, each has a part of their gradients, and nobody the sum."""
+        if not self._everywhere or (self._plan.is_last and self._stage == 0) or not torch.is_grad_enabled():
+            return
+        odd = [name for name, value in named.items() if any(one.requires_grad for one in tensors_in(value))]
+        if odd:
+            raise StageUsageError(
+                f'the input {odd[0]!r} requires a gradient, of which each stage would have a part: split with inputs="first",'
+                " where the first stage's rank has all of it, or detach it"
+            )
 
     def _told(self, said: Said) -> Route:
         """Of what kind the inputs are that only the first stage was given."""

@@ -16,6 +16,15 @@ from ._leaves import signature, tensors_in, with_tensors
 TAKEN = frozenset(("target", "losses", "return_outputs", "arg_mbs", "kwarg_mbs", "target_mbs"))
 
 
+def _key(name: str) -> str:
+    """What an input is called as an argument of the executor: what is its own argument's name has a ``_`` more."""
+    return f"{name}_" if name.rstrip("_") in TAKEN else name
+
+
+def _of_model(key: str) -> str:
+    return key[:-1] if key.rstrip("_") in TAKEN else key
+
+
 class Inputs:
     """Names of a model's inputs.
 
@@ -30,7 +39,7 @@ class Inputs:
         self._signature = inspect.signature(model.forward)
         self._model = type(model).__name__
         self.defaults = {
-            f"{name}_" if name in TAKEN else name: parameter.default
+            _key(name): parameter.default
             for name, parameter in self._signature.parameters.items()
             if parameter.default is not inspect.Parameter.empty
         }
@@ -56,7 +65,7 @@ class Inputs:
                 found |= value
             else:
                 found[name] = value
-        return {f"{name}_" if name in TAKEN else name: value for name, value in found.items()}
+        return {_key(name): value for name, value in found.items()}
 
     def joined(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs by name, of which some may be positional.
@@ -72,7 +81,7 @@ class Inputs:
     def call(self, named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments from the inputs by name."""
         args: list[Any] = []
-        kwargs = {name[:-1] if name[:-1] in TAKEN else name: value for name, value in named.items()}
+        kwargs = {_of_model(name): value for name, value in named.items()}
         rows = {
             name: [kwargs.pop(one) for one in list(kwargs) if one.startswith(f"{name}.")]
             for name, parameter in self._signature.parameters.items()

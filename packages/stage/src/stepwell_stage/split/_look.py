@@ -141,12 +141,13 @@ def look_in_other_modes(look: Look) -> Look | None:
     """
     model, kinds = look.model, look.kinds
     found = list(zip(look.way_kinds, look.sights, look.labels, strict=True))
+    with_time = any(sight.seconds for sight in look.sights)
     for mode, name in _MODES.items():
         if mode == (model.training, torch.is_grad_enabled()):
             continue
         for kind, example, label in zip(kinds.kinds, kinds.examples, look.labels, strict=False):
             try:
-                seen = _look_at(model, kinds.inputs, example, look.candidates, look.device, mode, with_time=False)
+                seen = _look_at(model, kinds.inputs, example, look.candidates, look.device, mode, with_time=with_time)
             except Exception:  # it cannot run so, whatever its own code says
                 continue
             _add(found, kind, seen, f"{label} in {name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -56,7 +57,7 @@ class ModelSplit:
     _look: Look
     _owners: Sequence[Mapping[int, int]]
     _holding: Holding
-    _modules: dict[int, nn.Module] = attrs.field(factory=dict, init=False)
+    _modules: weakref.WeakValueDictionary[int, nn.Module] = attrs.field(factory=weakref.WeakValueDictionary, init=False)
     _demands: dict[tuple[int, ...], Demand] = attrs.field(factory=dict, init=False)  # by ranks of the stages
 
     @property
@@ -196,7 +197,8 @@ class ModelSplit:
             for crossing in found.crossings:
                 if crossing.wire.destination == stage and (said := self._said(crossing)):
                     lines.append(f"  from stage {crossing.wire.source}: {said}")
-            run = vars(self._modules[stage])[_STAGE] if stage in self._modules else None
+            module = self._modules.get(stage)
+            run = None if module is None else vars(module)[_STAGE]
             if run is not None and run.forwards:
                 glue = run.glue_seconds / run.forwards
                 lines.append(f"  glue: {glue * 1e6:.0f} µs of {run.seconds / run.forwards * 1e6:.0f} µs a forward")
@@ -361,7 +363,8 @@ def _prices(
         return {name: float(sum(p.numel() for p in look.units[name].parameters())) for name in order}
     if not isinstance(costs, Mapping):
         raise StageUsageError(f"costs must be 'parameters', 'time' or numbers by unit, got {costs!r}")
-    odd = sorted(costs.keys() ^ set(order))
+    # Those of another cut may name units that no example calls here, such as one of training alone.
+    odd = sorted({*(set(order) - costs.keys()), *(costs.keys() - look.candidates.keys())})
     if odd:
         raise StageUsageError(f"costs must name every unit, and only these: {in_a_row(order)}; differs in {odd}")
     return {name: float(costs[name]) for name in order}
