@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -19,6 +20,9 @@ from ._needs import needing
 
 # A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
 _Dim: TypeAlias = "int | tuple[tuple[int, int], ...]"
+
+# The shape of a result, and those of the inputs.
+_Sample: TypeAlias = "tuple[tuple[int, ...], Sequence[tuple[int, ...]]]"
 
 
 @attrs.frozen
@@ -297,6 +301,12 @@ class Example:
         self._result = with_tensors(result, map(absence.of, tensors_in(result)))
         self.plain = _plain(result)
 
+    def learn(self, other: Example) -> None:
+        """Of the same call with inputs of other sizes: what follows them, and what is as large by chance."""
+        if self.plain == other.plain:
+            for mine, one in zip(self._looks, other._looks, strict=True):
+                mine.learn(one)
+
     def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> Any:
         """The result for inputs of other sizes."""
         shapes = [tuple(tensor.shape) for tensor in inputs]
@@ -315,7 +325,18 @@ class _Look:
         self.dtype = leaf.dtype
         self.needs_grad = leaf.requires_grad
         self.device = leaf.device
-        self.dims = [_as_input(size, position, inputs) for position, size in enumerate(leaf.shape)]
+        self._samples: list[_Sample] = [(tuple(leaf.shape), inputs)]
+        self._find()
+
+    def learn(self, other: _Look) -> None:
+        """See :meth:`Example.learn`."""
+        ((made, inputs),) = other._samples
+        if len(made) == len(self.dims) and list(map(len, inputs)) == list(map(len, self._samples[0][1])):
+            self._samples.append((made, inputs))
+            self._find()
+
+    def _find(self) -> None:
+        self.dims = [_as_input(self._samples, position) for position in range(len(self._samples[0][0]))]
 
     def absent(self, inputs: Sequence[tuple[int, ...]], absence: Absence) -> torch.Tensor:
         sizes = []
@@ -323,10 +344,7 @@ class _Look:
             if isinstance(dim, int):
                 sizes.append(dim)
                 continue
-            size = 1
-            for tensor, which in dim:
-                size *= inputs[tensor][which]
-            sizes.append(size)
+            sizes.append(_size(dim, inputs))
         device = absence.device if self.device.type == "meta" else self.device
         with absence.mode:
             absent = torch.empty(sizes, dtype=self.dtype, device=device)
@@ -357,19 +375,23 @@ def _plain(result: Any) -> Hashable:
     return signature(with_tensors(result, itertools.repeat(None)))
 
 
-def _as_input(size: int, position: int, inputs: Sequence[tuple[int, ...]]) -> _Dim:
+def _as_input(samples: Sequence[_Sample], position: int) -> _Dim:
     """Where a size comes from: the same dim of an input, then any, then two that follow each other, multiplied."""
-    if size == 1:
-        return size
+    sizes = [made[position] for made, _ in samples]
+    if set(sizes) == {1}:
+        return 1
+    for dims in _candidates(samples[0][1], position):
+        if all(_size(dims, inputs) == size for (_, inputs), size in zip(samples, sizes, strict=True)):
+            return dims
+    return sizes[0]
+
+
+def _candidates(inputs: Sequence[tuple[int, ...]], position: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    yield from (((number, position),) for number, shape in enumerate(inputs) if position < len(shape))
+    yield from (((number, dim),) for number, shape in enumerate(inputs) for dim in range(len(shape)))
     for number, shape in enumerate(inputs):
-        if position < len(shape) and shape[position] == size:
-            return ((number, position),)
-    for number, shape in enumerate(inputs):
-        for dim, known in enumerate(shape):
-            if known == size:
-                return ((number, dim),)
-    for number, shape in enumerate(inputs):
-        for dim in range(len(shape) - 1):
-            if shape[dim] * shape[dim + 1] == size:
-                return ((number, dim), (number, dim + 1))
-    return size
+        yield from (((number, dim), (number, dim + 1)) for dim in range(len(shape) - 1))
+
+
+def _size(dims: tuple[tuple[int, int], ...], inputs: Sequence[tuple[int, ...]]) -> int:
+    return math.prod(inputs[number][dim] for number, dim in dims)
