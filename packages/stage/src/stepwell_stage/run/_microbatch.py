@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ def split(
     """
     leaves, structure, given = flatten(value, spec, what=what)
     by_rule = [leaf for leaf, one in zip(leaves, given, strict=True) if one is BY_RULE]
+    _check_known(by_rule, what)
     size = _common_size(by_rule, what)
     specs = [
         (TensorChunkSpec(0) if size is not None and _dim_0(leaf) == size else None) if one is BY_RULE else one
@@ -52,6 +54,23 @@ def split(
             " give at least as many samples as microbatches"
         )
     return [tree_unflatten(part, structure) for part in cut(leaves, specs, min(num_microbatches, least))]
+
+
+def _check_known(leaves: Sequence[Any], what: str) -> None:
+    """Refuse containers of tensors that torch's pytree does not look into: every microbatch would get all of the batch."""
+    for leaf in leaves:
+        if isinstance(leaf, Mapping):
+            held = list(leaf.values())
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            held = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+        else:
+            continue
+        if any(isinstance(one, torch.Tensor) and _dim_0(one) not in (None, 1) for one in held):
+            raise StageUsageError(
+                f"{what}: a {type(leaf).__qualname__} holds tensors, but is no container that torch's pytree knows: it would go"
+                " to every microbatch as a whole: pass a dict or tuple of its tensors, or cut it yourself (arg_mbs=, kwarg_mbs=);"
+                " if all of it is meant for each, give it the spec None"
+            )
 
 
 def _common_size(leaves: Sequence[Any], what: str) -> int | None:
