@@ -308,7 +308,7 @@ class StageRun:
             hint = (
                 f"This came in microbatch {microbatch}: no gradient would come back for it. Where parameters of this stage or an"
                 " earlier one require grad that did not in the first step (unfreezing layer by layer), make a new executor after"
-                " each such change."
+                ' each such change; where it depends on the data, build the stages with shapes="dynamic".'
             )
         validate(
             expected.outputs,
