@@ -192,3 +192,18 @@ def compiled_against_reference(
     torch.manual_seed(7)
     got, _ = compiler.forward_backward(**inputs)
     return float((got - loss).abs()), difference(gradients(model), expected), compiler
+
+
+def mlp() -> nn.Module:
+    """The model of most tests of the compiler."""
+    return MLP(4, 7, 3)
+
+
+def compiler(
+    config: PassConfig | None = None, make: Any = mlp, train_fn: Any = mse_loss, **options: Any
+) -> GraphCompiler:
+    """A compiler of a model with the same weights everywhere."""
+    return GraphCompiler(seeded(make), train_fn, config, **options)
+
+
+XY = pair((4, 3), rank=0)

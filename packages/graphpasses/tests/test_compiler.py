@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from graphpasses_support import XY, compiler, mlp
 from torch import nn
 
 from stepwell_graphpasses import FULL, GraphCompiler, ParallelPlan, PassConfig, PassContract, shard, verify
@@ -28,19 +29,6 @@ from stepwell_graphpasses.exceptions import (
 from stepwell_graphpasses.passes import DataParallelPass, default_passes
 from stepwell_graphpasses.testing import fake_world
 from stepwell_meta.testing import WorkerPool
-
-
-def mlp() -> nn.Module:
-    return support.MLP(4, 7, 3)
-
-
-def compiler(
-    config: PassConfig | None = None, make: Any = mlp, train_fn: Any = support.mse_loss, **options: Any
-) -> GraphCompiler:
-    return GraphCompiler(support.seeded(make), train_fn, config, **options)
-
-
-XY = support.pair((4, 3), rank=0)
 
 
 def test_b08_one_rank_or_no_process_group_means_no_collectives() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from graphpasses_support import XY, compiler, mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,19 +27,6 @@ from stepwell_graphpasses.exceptions import (
 )
 from stepwell_graphpasses.testing import fake_world
 from stepwell_meta.testing import WorkerPool
-
-
-def mlp() -> nn.Module:
-    return support.MLP(4, 7, 3)
-
-
-def compiler(
-    config: PassConfig | None = None, make: Any = mlp, train_fn: Any = support.mse_loss, **options: Any
-) -> GraphCompiler:
-    return GraphCompiler(support.seeded(make), train_fn, config, **options)
-
-
-XY = support.pair((4, 3), rank=0)
 
 
 def test_other_threads_go_on_while_parameters_become_shards() -> None:

@@ -7,28 +7,15 @@ from typing import Any
 import graphpasses_support as support
 import pytest
 import torch.distributed as dist
-from torch import nn
+from graphpasses_support import XY, compiler
 
-from stepwell_graphpasses import GraphCompiler, PassConfig
+from stepwell_graphpasses import PassConfig
 from stepwell_graphpasses.exceptions import (
     CaptureError,
     ConfigError,
     GuardError,
 )
 from stepwell_meta.testing import WorkerPool
-
-
-def mlp() -> nn.Module:
-    return support.MLP(4, 7, 3)
-
-
-def compiler(
-    config: PassConfig | None = None, make: Any = mlp, train_fn: Any = support.mse_loss, **options: Any
-) -> GraphCompiler:
-    return GraphCompiler(support.seeded(make), train_fn, config, **options)
-
-
-XY = support.pair((4, 3), rank=0)
 
 
 def s38() -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any
 import graphpasses_support as support
 import pytest
 import torch
+from graphpasses_support import XY, compiler, mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,19 +21,6 @@ from stepwell_graphpasses.exceptions import (
 from stepwell_graphpasses.testing import fake_world
 from stepwell_mesh.exceptions import TopologyError, TopologyWarning
 from stepwell_meta.testing import WorkerPool
-
-
-def mlp() -> nn.Module:
-    return support.MLP(4, 7, 3)
-
-
-def compiler(
-    config: PassConfig | None = None, make: Any = mlp, train_fn: Any = support.mse_loss, **options: Any
-) -> GraphCompiler:
-    return GraphCompiler(support.seeded(make), train_fn, config, **options)
-
-
-XY = support.pair((4, 3), rank=0)
 
 
 @pytest.mark.parametrize("config", [{"tp_size": 2}, {"pp_enabled": True, "pp_degree": 2}, {"pp_enabled": True}])
