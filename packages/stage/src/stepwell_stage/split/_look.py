@@ -195,7 +195,7 @@ def _look_at(
         )
     if not with_time:
         try:
-            with undisturbed(model, device), undrawn(), quiet_fakes():
+            with undrawn(), undisturbed(model, device), quiet_fakes():
                 return _record(model, taken, named, units, device, mode, real=False)
         except NeedsDataError as error:
             if on_meta:
@@ -203,13 +203,13 @@ def _look_at(
                     f"{type(model).__name__} decides by data how it goes on: {error.what}; on the meta device there is none: give"
                     " the model values before it is split"
                 ) from error
-    with undisturbed(model, device), undrawn():
+    with undrawn(), undisturbed(model, device):
         try:
             sights = _record(model, taken, named, units, device, mode, real=True)
         except NeedsDataError as error:
             raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
     # Of units that decide by data only this is known: once more, so that sizes that are equal by chance are not mistaken.
-    with contextlib.suppress(Exception, NeedsDataError), undisturbed(model, device), undrawn():
+    with contextlib.suppress(Exception, NeedsDataError), undrawn(), undisturbed(model, device):
         others = _record(model, taken, _longer(named), units, device, mode, real=True)
         for sight, other in zip(sights, others, strict=False):
             if sight.recording.names == other.recording.names:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import sys
+import threading
 import types
 import zlib
 from collections import deque
@@ -121,17 +122,21 @@ def drawn() -> int:
     return zlib.crc32(repr(states).encode())
 
 
+_DRAWING = threading.RLock()  # the generators are the process's: what one thread takes back, another would take for draws
+
+
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
-    """Afterwards Python's and NumPy's random numbers go on as if none had been drawn."""
+    """Afterwards Python's and NumPy's random numbers go on as if none had been drawn; one thread at a time."""
     numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        if numpy is not None and states[1] is not None:
-            numpy.random.set_state(states[1])
+    with _DRAWING:
+        states = random.getstate(), None if numpy is None else numpy.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None and states[1] is not None:
+                numpy.random.set_state(states[1])
 
 
 class GlueState:
