@@ -146,10 +146,14 @@ def seen(seed: int, size: int = 2, length: int = 5) -> dict[str, Tensor]:
     return {**words(seed, size, length), "pixels": torch.randn(size, 3, 8, generator=draw(seed + 7)).double()}
 
 
-def make(kind: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind().double()
+def make(kind: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """The same model on every rank: ranks that are threads share the global generator, and drew each other's weights."""
+    model, generator = kind().double(), draw(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bound = parameter.size(-1) ** -0.5 if parameter.dim() else 1.0
+            parameter.uniform_(-bound, bound, generator=generator)
+    return model
 
 
 class Switches(nn.Module):

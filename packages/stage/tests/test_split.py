@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import split_support as support
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as theirs
@@ -52,10 +53,8 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean() + output.sum() * 0.1
 
 
-def make(seed: int = 0) -> Row:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Row().double()
+def make(seed: int = 0) -> Any:
+    return support.make(Row, seed)
 
 
 def plain(model: nn.Module, x: Tensor, microbatches: int = 2) -> dict[str, Tensor]:

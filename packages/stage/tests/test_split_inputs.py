@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from split_support import make
 from torch import Tensor, nn
 
 from stepwell_p2p import Transport
@@ -31,12 +32,6 @@ class Row(nn.Module):
         if self.training:
             y = self.extra(y)
         return (y + x).square().mean()
-
-
-def make(kind: type[nn.Module] = Row) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind().double()
 
 
 class Targets(Row):
@@ -67,9 +62,9 @@ def test_inputs_that_require_a_gradient(threads: Callable[..., Any]) -> None:
     """Each rank's input had a part of the gradient, and none of them the sum."""
     given = [X.clone().requires_grad_() for _ in range(3)]
     with pytest.raises(StageUsageError, match=r"'x' requires a gradient.* split with inputs=\"first\""):
-        threads(lambda transport: step(transport, make(), given[0], "every"), 2)
-    threads(lambda transport: step(transport, make(), given[1], "first"), 2)
-    model = make()
+        threads(lambda transport: step(transport, make(Row), given[0], "every"), 2)
+    threads(lambda transport: step(transport, make(Row), given[1], "first"), 2)
+    model = make(Row)
     for part in given[2].chunk(2):
         (model(part) / 2).backward()
     torch.testing.assert_close(given[1].grad, given[2].grad)
@@ -77,18 +72,18 @@ def test_inputs_that_require_a_gradient(threads: Callable[..., Any]) -> None:
 
 def test_costs_of_a_model_that_trains_with_more_units_than_it_evaluates() -> None:
     """Time was measured in evaluation alone, and asked for in training: a KeyError. And these could not be given again."""
-    model = make().eval()
+    model = make(Row).eval()
     cut = split(model, 2, example=X, costs="time")
     assert "extra" in cut.costs
     assert split(model, 2, example=X, costs=cut.costs).costs == cut.costs
-    assert split(make(), 2, example=X, costs=cut.costs).costs == cut.costs
+    assert split(make(Row), 2, example=X, costs=cut.costs).costs == cut.costs
     with pytest.raises(StageUsageError, match="costs must name every unit"):
         split(model, 2, example=X, costs={**cut.costs, "other": 1.0})
 
 
 def test_stages_that_are_gone() -> None:
     """The cut kept every stage's module, with its parameters, as long as it lived."""
-    cut = split(make(), 2, example=X)
+    cut = split(make(Row), 2, example=X)
     stage = cut.module(0)
     stage(X)
     stage(X)  # the first finds out what others return, and does not count

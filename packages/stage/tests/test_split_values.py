@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import split_support as support
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune, rnn, weight_norm
@@ -32,9 +33,7 @@ class Row(nn.Module):
 
 
 def make(glue: Glue, layer: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(4, 4))) -> Row:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Row(glue, layer).double()
+    return support.make(lambda: Row(glue, layer))
 
 
 def right(

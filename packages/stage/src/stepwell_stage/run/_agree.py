@@ -3,12 +3,15 @@
 Two sweeps along the stages, of one small message per boundary. Downstream, each stage adds what it knows: the first how the
 batch was cut, every one its vote and its declared outputs, which the next compares with its declared inputs. Upstream, the
 outcome comes back. So every rank goes on with the same facts, or raises the same error, and none waits for one that gave up.
+
+Where every rank is given the batch, a few numbers that stand for it travel with the word that begins each step; see
+:class:`LooksAtBatch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -29,7 +32,28 @@ from ._classes import with_classes
 from ._looks import LinkLooks, select
 
 if TYPE_CHECKING:
+    from ._microbatch import Batch
     from ._stage import PipelineStage
+
+
+class LooksAtBatch(Protocol):
+    """Says whether a rank is given what the first stage's rank is given."""
+
+    def look(self, batch: Batch) -> GivenBatch:
+        """Begin to look at the batch of one step."""
+        ...
+
+
+class GivenBatch(Protocol):
+    """What a rank is given for one step; of its two methods one is called, once."""
+
+    def numbers(self, *, wait: bool) -> Sequence[int]:
+        """What stands for it, and for what the step before was given; with ``wait``, also for what must be waited for."""
+        ...
+
+    def other(self, theirs: Sequence[int], *, wait: bool) -> str | None:
+        """What is not as another rank was given it, by that one's numbers; None if there is nothing."""
+        ...
 
 
 @attrs.frozen
@@ -95,6 +119,7 @@ def agree(
     *,
     cut: Cut | None,
     has_backward: bool,
+    problem: str | None = None,
 ) -> Agreement:
     """Run both sweeps. A collective of all ranks of the pipeline.
 
@@ -105,6 +130,7 @@ def agree(
         transport: what carries the messages.
         cut: on the first stage's rank, how the batch was cut; elsewhere None.
         has_backward: whether the step to come has one.
+        problem: what is wrong on this rank, if it knows already.
 
     Raises:
         PipeliningMetadataError: what is wrong, on whichever rank; on all of them.
@@ -115,7 +141,7 @@ def agree(
         before = None if incoming is None else Word.from_bytes(incoming)
         word, found = pass_on(stage, before, wiring, cut=cut, has_backward=has_backward)
         looks.update(found)
-        return word.to_bytes()
+        return attrs.evolve(word, error=word.error or problem).to_bytes()
 
     outcome = sweep(stages, placement, transport, down, upstream=False)
 

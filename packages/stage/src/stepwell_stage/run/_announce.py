@@ -1,14 +1,14 @@
 """How each step begins: the first stage's rank says which, and the word goes from rank to rank.
 
-One message of two numbers per rank and step. It is what lets every step have other shapes than the one before, since each
-rank hears whether it knows them; and what turns a rank that evaluates while the others train, or that refuses its batch, into
-an error on every rank instead of a wait for something that never comes.
+One message of a few numbers per rank and step. It is what lets every step have other shapes than the one before, since each
+rank hears whether it knows them; and what turns a rank that evaluates while the others train, that refuses its batch, or that was
+given another one, into an error on every rank instead of a wait for something that never comes, or a wrong number.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +18,10 @@ from stepwell_p2p import Edge, Handle, Op, OpKind, Placement, Recv, Send, Transp
 from ..exceptions import StageUsageError
 
 _NUMBERS = 256  # how many ways of cutting a batch are remembered; the oldest is forgotten first
-_META = TensorMeta((2,), (1,), torch.int64)
+SLOTS = 8
+"""For how many inputs there is a number in each message, for this step, and for the one before."""
+_META = TensorMeta((2 + 2 * SLOTS,), (1,), torch.int64)
+_NOTHING = (0,) * (2 * SLOTS)
 
 
 class Word(enum.IntEnum):
@@ -54,10 +57,10 @@ class Announcer:
         self._count += 1
         return self._count % _NUMBERS
 
-    def give(self, word: Word, number: int) -> None:
-        """Pass the word on to the next rank, if there is one."""
+    def give(self, word: Word, number: int, given: Sequence[int] = _NOTHING) -> None:
+        """Pass the word on to the next rank, if there is one, and what stands for what the first was given."""
         if self._after is not None:
-            message = torch.tensor([word + self._kind, number])
+            message = torch.tensor([word + self._kind, number, *given])
             self._let_go()
             self._under_way = self._transport.post([Send(Op(OpKind.SEND_F, self._after, 0, -2), message, owned=True)])
 
@@ -73,8 +76,8 @@ class Announcer:
             self._under_way.wait()
             self._under_way = None
 
-    def take(self, fail: Callable[[str], None]) -> tuple[bool, int]:
-        """Hear the word, pass it on, and say whether the cut is new, and its number.
+    def take(self, fail: Callable[[str], None]) -> tuple[bool, int, list[int]]:
+        """Hear the word, pass it on, and say whether the cut is new, its number, and what stands for what the first was given.
 
         Args:
             fail: ends the step on every rank, with a reason.
@@ -85,7 +88,7 @@ class Announcer:
         """
         assert self._before is not None  # only the origin has nobody before it
         (message,) = self._transport.post([Recv(Op(OpKind.RECV_F, self._before, 0, -2), _META)]).wait()
-        code, number = message.tolist()
+        code, number, *given = message.tolist()
         here, there = f"rank {self._transport.rank}", f"rank {self._before.source}"
         if bool(code & _EVAL) is self._is_step:
             calls = ("step()", "eval()") if self._is_step else ("eval()", "step()")
@@ -97,10 +100,10 @@ class Announcer:
             fail(reason)
             raise StageUsageError(f"{reason}: make every rank's executor with the same")
         word = Word(code % _EVAL)
-        self.give(word, number)
+        self.give(word, number, given)
         if word is Word.REFUSED:
             payload, _ = receive_values(self._transport, Op(OpKind.RECV_F, self._before, 0, -3))
             reason = payload.decode(errors="replace")
             self.explain(reason)
             raise StageUsageError(f"the first stage's rank refused the step: {reason}")
-        return word is Word.NEW, number
+        return word is Word.NEW, number, given

@@ -281,10 +281,12 @@ class Executor:
                 self._check_gradients()
             self._check(batch)
             cut = self._cut(batch, data, fewer=fewer) if self.is_first else None
+            alike = self.stages[0].alike if self.transport.size > 1 else None
+            given = None if alike is None else alike.look(batch)
         except Exception as error:  # also of the batch's own containers
             run.refuse(str(error) if isinstance(error, StageUsageError) else f"{type(error).__name__}: {error}")
             raise
-        sizes = run.prepare(cut).sizes
+        sizes = run.prepare(cut, given).sizes
         try:
             if not self.is_first:
                 data.args, data.kwargs = [()] * len(sizes), batch.keywords(len(sizes), self._kwargs_spec)

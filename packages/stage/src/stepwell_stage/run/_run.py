@@ -22,7 +22,7 @@ from ..plan._lower import Plan
 from ..plan._prove import prove
 from ..plan._timeline import Event
 from ..plan._wiring import Wiring
-from ._agree import Cut, agree, declared_looks, sweep
+from ._agree import Cut, GivenBatch, agree, declared_looks, sweep
 from ._announce import Announcer, Word
 from ._bind import Around, Handlers, bind
 from ._inbox import Inbox
@@ -118,15 +118,20 @@ class Run:
         """This rank cannot go on with the step that has begun: tell the others."""
         self._fail(reason, None)
 
-    def prepare(self, cut: Cut | None) -> Cut:
+    def prepare(self, cut: Cut | None, given: GivenBatch | None = None) -> Cut:
         """Get every rank to the beginning of the same step, and to the same knowledge of what will cross.
 
         Args:
             cut: how the batch is cut, on the first stage's rank; elsewhere None. Where it has fewer microbatches than the plan,
                 every rank leaves out the actions of the others.
+            given: what this rank is given, where every rank is to be given the same.
 
         Returns:
             The same on every rank.
+
+        Raises:
+            StageUsageError: this rank was given something else than the first stage's, for a batch that is cut in a known way.
+            PipeliningMetadataError: likewise in a new way, on every rank.
         """
         if self._failed is not None:
             raise StageUsageError(
@@ -134,7 +139,7 @@ class Run:
                 " make a new transport and a new executor"
             )
         with self._telling():
-            learned = self._knowledge(cut)
+            learned = self._knowledge(cut, given)
         count = len(learned.cut.sizes)
         if count not in self._bound:
             self._bound[count] = self._bound[self._plan.num_microbatches].up_to(count)
@@ -210,23 +215,40 @@ class Run:
             self.fail(str(error))
             raise
 
-    def _knowledge(self, cut: Cut | None) -> _Learned:
+    def _knowledge(self, cut: Cut | None, given: GivenBatch | None) -> _Learned:
         """What is known about the step that begins; agreed on with the other ranks where it is new."""
+        problem = None
         if cut is not None:
             number = next((n for n, learned in self._learned.items() if learned.cut == cut), None)
             is_new = number is None
             if number is None:
                 number = self._announcer.next_number()
-            self._announcer.give(Word.NEW if is_new else Word.KNOWN, number)
+            word = Word.NEW if is_new else Word.KNOWN
+            self._announcer.give(word, number, *(() if given is None else (given.numbers(wait=is_new),)))
         else:
-            is_new, number = self._announcer.take(self.fail)
+            is_new, number, numbers = self._announcer.take(self.fail)
+            if given is not None:
+                problem = self._other(given.other(numbers, wait=is_new))
         if is_new:
             self._learned.pop(number, None)
-            self._learned[number] = self._agree(cut)
+            self._learned[number] = self._agree(cut, problem)
+        elif problem is not None:
+            self.fail(problem)
+            raise StageUsageError(problem)
         learned = self._learned[number]
         return self._fresh(learned.cut) if self._stages[0].shapes == "dynamic" else learned
 
-    def _agree(self, cut: Cut | None) -> _Learned:
+    def _other(self, what: str | None) -> str | None:
+        """Why a step is refused for which this rank was given something else than the first stage's."""
+        if what is None:
+            return None
+        return (
+            f"rank {self._transport.rank} was given {what} than rank {self._plan.placement.ranks[0]}, which has the first stage:"
+            " give every rank of a pipeline the same batch, cut in the same way, as loaders do that have the same seed and"
+            ' sampler; or split with inputs="first", where only that rank is given it'
+        )
+
+    def _agree(self, cut: Cut | None, problem: str | None) -> _Learned:
         agreement = agree(
             self._stages,
             self._plan.placement,
@@ -234,6 +256,7 @@ class Run:
             self._transport,
             cut=cut,
             has_backward=self.has_backward,
+            problem=problem,
         )
         outputs: dict[int, dict[int, ForwardMeta]] = {stage.stage_index: {} for stage in self._stages}
         links = {place: LinkLooks() for place in (*self._in_links, *self._out_links)}

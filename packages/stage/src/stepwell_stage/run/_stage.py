@@ -28,6 +28,7 @@ from stepwell_p2p import C10dTransport, Transport, Wire
 
 from .._compat import tree_flatten
 from ..exceptions import StageUsageError
+from ._agree import LooksAtBatch
 from ._looks import forward_meta
 from ._program import EagerProgram, StageProgram
 from ._torch_stage import TorchStage
@@ -81,6 +82,7 @@ class PipelineStage(TorchStage):
         tied: tensors of this stage that other stages hold too, by name; see :func:`tie`.
         to_tie: names of what is still to be tied, before a step can run.
         parts: which cut of the model it is of; the same on all stages.
+        alike: looks at what this rank is given for a step, where every rank is given the same; the same on all stages of a rank.
 
     Raises:
         StageUsageError: the index does not fit the number of stages, the submodule is neither module nor program, both group
@@ -134,6 +136,7 @@ class PipelineStage(TorchStage):
         self.tied: dict[str, TiedGroup] = {}
         self.to_tie: tuple[str, ...] = ()
         self.parts = ""
+        self.alike: LooksAtBatch | None = None
         self.program: StageProgram
         if isinstance(submodule, nn.Module):
             if not any(parameter.is_meta for parameter in submodule.parameters()):

@@ -56,21 +56,24 @@ class Control:
         self.root = root
         self._foreign = (*foreign, *shadows.values())
         self._hidden = hidden
-        self._nothing = [(place, dict.fromkeys(what)) for place, what in hidden]
         self._training = root.training
         vars(root)["train"] = functools.update_wrapper(functools.partial(self._train, root.train), root.train)
         self.hide()
 
+    def _show(self) -> None:
+        for place, what in self._hidden:
+            place.update(what)
+
     def hide(self) -> None:
         """Take away what belongs to others."""
-        for place, nothing in self._nothing:
-            place.update(nothing)
+        for place, what in self._hidden:
+            for name in what:
+                place[name] = None
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Meanwhile what is absent is there."""
-        for place, what in self._hidden:
-            place.update(what)
+        self._show()
         try:
             yield
         finally:
@@ -98,11 +101,13 @@ class Control:
         for source, key, place, name in self._shared:
             place[name] = source[key]
         self.glue = glue
+        self._show()
         try:
-            with self.shown(), glue:
+            with glue:
                 yield
         finally:
             self.glue = None
+            self.hide()
 
 
 def copy_structure(
@@ -151,7 +156,7 @@ def copy_structure(
     named = dict(named_tensors(new))
     away = absent.union(map(id, foreign))
     hidden = []
-    for module in new.modules():
+    for module in _outside(new, set(map(id, foreign))):  # what is in a foreign unit is away with it
         for place in (module._parameters, module._buffers, module._modules):
             mine = {name: value for name, value in place.items() if id(value) in away}
             if mine:

@@ -20,6 +20,7 @@ from ..plan._balance import balance
 from ..run._materialise import materialise
 from ..run._stage import PipelineStage
 from ._absent import Absence
+from ._alike import Alike
 from ._claims import claim
 from ._demand import Crossing, Demand, demand
 from ._forward import StageForward
@@ -173,11 +174,12 @@ class ModelSplit:
         owners = [sorted(mine.items()) for mine in self._owners]
         names = [recording.names for recording in self._look.ways.recordings]
         cut = hashlib.sha256(repr((self.parts, owners, names)).encode()).hexdigest()
+        alike = Alike(self._look.inputs, self._look.kinds.examples) if self.inputs == "every" else None
         stages = []
         for index in placement.stages_of(rank):
             part = self.module(index, placement=placement, device=device, init_fn=init_fn)
             stage = PipelineStage(part, index, self.num_stages, device, transport=transport, wires=wires, shapes=shapes)
-            stage.to_tie, stage.parts = tuple(self.tied), cut
+            stage.to_tie, stage.parts, stage.alike = tuple(self.tied), cut, alike
             if stage.is_last:
                 check_loss(stage.program, self.model)
             stages.append(stage)
