@@ -143,8 +143,11 @@ def copy_structure(
         else:
             memo[id(tensor)] = _copied(tensor) if id(tensor) in doubled else tensor
     memo_before = dict(memo)
+    inside = {name: unit for name, unit in units.items() if name in own}
+    shadow_memo = {identity: absence.parameter(one) if identity in kept else one for identity, one in memo.items()}
     try:
         new = copy.deepcopy(model, memo)
+        shadows = copy.deepcopy(inside, shadow_memo)  # own units as they are on stages that do not have them
     except Exception as error:
         raise StageUsageError(
             f"{type(model).__name__} cannot be cut, for its structure cannot be copied: {error}; wrap parts in DDP or FSDP2,"
@@ -161,7 +164,6 @@ def copy_structure(
             mine = {name: value for name, value in place.items() if id(value) in away}
             if mine:
                 hidden.append((place, mine))
-    shadows = _shadows(model, {name: unit for name, unit in units.items() if name in own}, absence)
     control = Control(
         new, named, hidden, foreign, [memo[id(unit)] for unit in units.values()], shadows, _shared(new, foreign, absent)
     )
@@ -187,18 +189,6 @@ def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tens
     places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for place in places:
         yield from ((place, name, one) for name, one in place.items() if one is not None)
-
-
-def _shadows(model: nn.Module, units: Mapping[str, nn.Module], absence: Absence) -> dict[str, nn.Module]:
-    """Units as they are on stages that do not have them."""
-    if not units:
-        return {}
-    memo: dict[int, Any] = {}
-    for _, tensor in named_tensors(model):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = absence.parameter(tensor)
-    copy.deepcopy(model, memo)
-    return {name: memo[id(unit)] for name, unit in units.items()}
 
 
 def _forget_meta(root: nn.Module, foreign: Sequence[nn.Module], absence: Absence) -> set[int]:
