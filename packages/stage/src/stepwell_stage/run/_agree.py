@@ -45,7 +45,7 @@ class LooksAtBatch(Protocol):
 
 
 class GivenBatch(Protocol):
-    """What a rank is given for one step; of its two methods one is called, once."""
+    """What a rank is given for one step."""
 
     def numbers(self, *, wait: bool) -> Sequence[int]:
         """What stands for it, and for what the step before was given; with ``wait``, also for what must be waited for."""
@@ -53,6 +53,10 @@ class GivenBatch(Protocol):
 
     def other(self, theirs: Sequence[int], *, wait: bool) -> str | None:
         """What is not as another rank was given it, by that one's numbers; None if there is nothing."""
+        ...
+
+    def begin(self) -> None:
+        """Remember it: the step begins."""
         ...
 
 

@@ -88,7 +88,7 @@ class Run:
         self._wiring = wiring
         self._stages = stages
         self._transport = transport
-        self._announcer = Announcer(plan.placement, transport, is_step=self.has_backward, share_loss=share_loss)
+        self._announcer = Announcer(plan.schedule, transport, share_loss=share_loss)
         self._learned: dict[int, _Learned] = {}
         self._inboxes = {rank: Inbox(transport) for rank in range(transport.size) if rank != transport.rank}
         self._in_links: dict[tuple[int, int], InLink] = {}
@@ -235,6 +235,8 @@ class Run:
         elif problem is not None:
             self.fail(problem)
             raise StageUsageError(problem)
+        if given is not None:
+            given.begin()
         learned = self._learned[number]
         return self._fresh(learned.cut) if self._stages[0].shapes == "dynamic" else learned
 
