@@ -21,7 +21,7 @@ from ._absent import BY_SHAPE, HOOKS, Absence, NeedsDataError
 from ._frames import is_asked_by_model, source_line
 from ._leaves import tensors_in, with_tensors
 from ._questions import FOLLOWED, MEASURES, UNTOLD
-from ._templates import Example, Templates
+from ._templates import Example, Given, Templates
 from ._ways import Route
 
 # What every tensor has; reading it computes nothing. The others give tensors.
@@ -169,9 +169,8 @@ class StageGlue(Glue):
                 ) from error
             if taken is not None:
                 out = self._with(out, taken)
-        leaves = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
-        if leaves:
-            self._made(number, name, leaves)
+        if isinstance(out, torch.Tensor) or next(tensors_in(out), None) is not None:
+            self._made(self._follow(name), name, out)
         return out
 
     def asked(self, what: str, tensor: torch.Tensor) -> None:
@@ -197,28 +196,27 @@ class StageGlue(Glue):
         self, name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """See :meth:`Glue.unit`."""
-        number = self.count
-        route = self._follow(number, name)
+        number, route, given = self.count, self._follow(name), Given(args, kwargs)
         example = self._examples[route.ways[0]].get(number)
         if number in route.part.owned:
-            if any(map(self._absence.is_absent, (*tensors_in(args), *tensors_in(kwargs)))):
+            if any(map(self._absence.is_absent, given.tensors)):
                 raise StageUsageError(
                     f"unit {name!r} is given a value that this stage does not have: the forward went another way than with the"
                     " example, or a hook took the value out of a unit of another stage; split with an example for this way too"
                     " (ways=)"
                 )
-            known = self._templates.elsewhere(example, name, self._shadows[name], args, kwargs)
+            known = self._templates.elsewhere(name, self._shadows[name], given, example)
             start = time.perf_counter()
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start
             if known is not None:
                 known.check(name, out, needs=self._absence.tracks, shapes=self._measures)
         else:
-            out = self._templates.known(example, name, module, call, args, kwargs).result()
+            out = self._templates.known(name, module, call, given, example).result()
             taken = route.part.takes.get(number)
             if taken is not None:
                 out = self._with(out, taken)
-        self._made(number, name, list(tensors_in(out)))
+        self._made(route, name, out)
         return out
 
     def _with(self, out: Any, taken: Mapping[int, int]) -> Any:
@@ -228,27 +226,30 @@ class StageGlue(Glue):
 
         return with_tensors(out, tensors())
 
-    def _made(self, number: int, name: str, leaves: Sequence[torch.Tensor]) -> None:
-        route = self._follow(number, name)
+    def _made(self, route: Route, name: str, out: Any) -> None:
+        number = self.count
         self.count += 1
-        for index, output, is_copied in route.part.gives.get(number, ()):
-            tensor = leaves[index]
-            if self._absence.is_absent(tensor):
-                raise StageUsageError(
-                    f"{name!r} is to be sent, but this stage did not compute it: a forward went another way than the example's;"
-                    " split with an example for this way too (ways=)"
-                )
-            self.sent[output] = tensor.clone() if is_copied else tensor
+        gives = route.part.gives.get(number)
+        if gives is not None:
+            leaves = list(tensors_in(out))
+            for index, output, is_copied in gives:
+                tensor = leaves[index]
+                if self._absence.is_absent(tensor):
+                    raise StageUsageError(
+                        f"{name!r} is to be sent, but this stage did not compute it: a forward went another way than the"
+                        " example's; split with an example for this way too (ways=)"
+                    )
+                self.sent[output] = tensor.clone() if is_copied else tensor
         if route.last is not None and number >= route.last:
             raise DoneError
 
-    def _follow(self, number: int, name: str) -> Route:
-        """The route, of what comes at a number.
+    def _follow(self, name: str) -> Route:
+        """The route, of what comes now.
 
         Raises:
             StageUsageError: no example went there.
         """
-        route = self.route
+        number, route = self.count, self.route
         if number == route.parts_at:
             branch = route.branches.get(name)
             if branch is not None:

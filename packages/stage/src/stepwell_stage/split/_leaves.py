@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from ._state import plain_in, slots_of
+from ._state import slots_of
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _EMPTY = frozenset(
@@ -108,41 +108,49 @@ def with_tensors(value: Any, tensors: Iterator[Any], *, anew: bool = False) -> A
     return value
 
 
-def signature(value: Any, *, exact: bool = False, within: bool = False) -> Hashable:
-    """What of a value decides how results look: shapes and dtypes of tensors, and plain Python values.
+def renewed(value: Any) -> Any:
+    """The same value, with the same tensors in containers of its own."""
+    return value if isinstance(value, torch.Tensor) else with_tensors(value, tensors_in(value), anew=True)
+
+
+def structure(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Hashable:
+    """What of a value is no tensor: its containers, and plain Python values. Of objects of other kinds only the class counts.
 
     Args:
-        value: arguments of a module or of a function of torch.
-        exact: whether objects of other kinds are refused; otherwise their class counts.
-        within: whether what is kept in their attributes counts too, however deep: plain values, and shapes of tensors.
-
-    Raises:
-        TypeError: there is such an object.
+        value: arguments of a module or of a function of torch, or what one gives.
+        tensors: takes every tensor in it, in order.
+        objects: takes every object of another kind.
     """
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.layout)
-    if value is None or value is ... or isinstance(value, _PLAIN):
-        return (type(value), value)
-    if isinstance(value, tuple | list):
-        return (type(value), *(signature(item, exact=exact, within=within) for item in value))
-    if isinstance(value, slice):
-        return (slice, *(signature(item, exact=exact, within=within) for item in (value.start, value.stop, value.step)))
-    if isinstance(value, Mapping):
-        return (
-            type(value),
-            *((str(name), signature(item, exact=exact, within=within)) for name, item in value.items()),
-        )
+        tensors.append(value)
+        return torch.Tensor
+    kind = type(value)
+    if kind is tuple or kind is list or isinstance(value, tuple | list):
+        return (kind, *[structure(item, tensors, objects) for item in value])
+    if kind is slice:
+        return (kind, *[structure(item, tensors, objects) for item in (value.start, value.stop, value.step)])
+    if kind in _EMPTY or isinstance(value, _PLAIN):
+        return (kind, value)
+    if kind is dict or isinstance(value, Mapping):
+        return (kind, *[(str(name), structure(item, tensors, objects)) for name, item in value.items()])
     names = _fields(value)
     if names is not None:
-        return (type(value), *(signature(getattr(value, name, None), exact=exact, within=within) for name in names))
-    if exact:
-        raise TypeError(f"a {type(value).__name__} has no signature")
-    return (type(value), *_kept_in(value)) if within and not isinstance(value, torch.nn.Module) else (type(value),)
+        return (kind, *[structure(getattr(value, name, None), tensors, objects) for name in names])
+    objects.append(value)
+    return (kind,)
 
 
-def _kept_in(value: Any) -> Iterator[Hashable]:
-    for name, _, _, one in plain_in(value, "", set()):
-        yield (name, (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one)
+def signature(value: Any, *, exact: bool) -> Hashable:
+    """:func:`structure`, where there are no objects of other kinds.
+
+    Raises:
+        TypeError: there are.
+    """
+    objects: list[Any] = []
+    found = structure(value, [], objects)
+    if objects and exact:
+        raise TypeError(f"a {type(objects[0]).__name__} has no signature")
+    return found
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any], *, anew: bool) -> Any:

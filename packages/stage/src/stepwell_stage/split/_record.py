@@ -23,7 +23,7 @@ from ._needs import needing
 from ._poison import UnitState
 from ._questions import FOLLOWED
 from ._state import DRAWN, Flags
-from ._templates import Effects, Example, Templates, check_content
+from ._templates import Effects, Example, Given, Known, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
 from ._watch import Draws, Inside, Made
 
@@ -294,7 +294,11 @@ class Recorder(Glue):
             effects = Effects.of(given, before, list(tensors_in(out)))
             self.examples[number] = Example(given, out, effects, self._absence)
         else:
-            made = functools.partial(self._templates.known, None, name, module, call, args, kwargs)
+            templates = self._templates
+
+            def made() -> Known:
+                return templates.known(name, module, call, Given(args, kwargs))
+
             try:
                 with Inside(name, self._inside):
                     known = self._plain.call(name, module, (args, kwargs), made)

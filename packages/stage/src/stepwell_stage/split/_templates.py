@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -15,8 +14,9 @@ from torch import nn
 from .._compat import is_own_attribute
 from ..exceptions import StageUsageError
 from ._absent import Absence, memory_of, versions
-from ._leaves import contents, shown_by, signature, tensors_in, with_tensors
+from ._leaves import contents, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
+from ._state import plain_in
 
 # A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
 _Dim: TypeAlias = "int | tuple[tuple[int, int], ...]"
@@ -57,6 +57,26 @@ class Effects:
         )
 
 
+class Given:
+    """What a unit or a function is given, looked through once.
+
+    Attributes:
+        args: positional.
+        kwargs: by name.
+        tensors: in both, in order.
+        objects: what in both is neither a tensor, nor plain, nor a container of such.
+        structure: the rest.
+    """
+
+    __slots__ = ("args", "kwargs", "objects", "structure", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self.structure = structure((args, kwargs), self.tensors, self.objects)
+
+
 _NONE = Effects((), ())
 _MOST = 4096
 
@@ -81,87 +101,44 @@ class Templates:
         return len(self._known)
 
     def known(
-        self,
-        example: Example | None,
-        name: str,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, name: str, module: nn.Module, call: Callable[..., Any], given: Given, example: Example | None = None
     ) -> Known:
-        """What the unit returns, and does, for such arguments.
+        """What a unit of another stage returns, and does.
 
         Args:
-            example: if it decides by data: what it took and gave in the example.
             name: of the unit.
             module: the unit.
             call: runs it.
-            args: what it takes.
-            kwargs: likewise.
+            given: what it takes.
+            example: if it decides by data: what it took and gave in the example.
         """
-        looks = signature(args, within=True), signature(kwargs, within=True)
-        return self._found(looks, example, name, module, call, args, kwargs)
-
-    def _found(
-        self,
-        looks: Hashable,
-        example: Example | None,
-        name: str,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Known:
-        key = self._key(looks, example, name, module, args, kwargs)
+        key = self._key(name, module.training, given, example)
         known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MOST:  # a number among what units are given may be another each time
-                self._known.clear()
-            known = self._known[key] = self._make(example, name, call, args, kwargs)
-        return known
+        return self._keep(key, self._make(name, call, given, example)) if known is None else known
 
-    def _key(
-        self,
-        looks: Hashable,
-        example: Example | None,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Hashable:
-        return (name, module.training, self._autocast(), self._needs((args, kwargs)), looks, example)
-
-    def elsewhere(
-        self,
-        example: Example | None,
-        name: str,
-        shadow: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Known | None:
-        """What stages that do not have a unit take it to return, and to do, for such arguments.
+    def elsewhere(self, name: str, shadow: nn.Module, given: Given, example: Example | None) -> Known | None:
+        """What stages that do not have a unit take it to return, and to do.
 
         Args:
-            example: see :meth:`known`.
             name: of the unit.
             shadow: the unit as these stages have it.
-            args: what it takes.
-            kwargs: likewise.
+            given: what it takes.
+            example: see :meth:`known`.
 
         Returns:
-            None where the arguments hold objects that the unit might change, and that cannot be copied.
+            None where it is given objects that it might change, and that cannot be copied.
         """
-        try:
-            looks = signature(args, exact=True), signature(kwargs, exact=True)
-        except TypeError:
-            looks = signature(args, within=True), signature(kwargs, within=True)
-            if self._key(looks, example, name, shadow, args, kwargs) not in self._known:
-                absent = {id(one): self._absence.like(one) for one in shown_by((args, kwargs))}
+        key = self._key(name, shadow.training, given, example)
+        known = self._known.get(key)
+        if known is None:
+            if given.objects:
+                absent = {id(one): self._absence.like(one) for one in shown_by((given.args, given.kwargs))}
                 try:
-                    args, kwargs = copy.deepcopy((args, dict(kwargs)), absent)
+                    given = Given(*copy.deepcopy((given.args, dict(given.kwargs)), absent))
                 except Exception:  # whatever their own code says
                     return None
-        return self._found(looks, example, name, shadow, shadow, args, kwargs)
+            known = self._keep(key, self._make(name, shadow, given, example))
+        return known
 
     def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What an operation of glue gives: of absent tensors alone, it always looks the same.
@@ -171,55 +148,60 @@ class Templates:
         """
         if not self._absence.gives_absent(func.__name__, args, kwargs):
             return self._absence.run(func, args, kwargs)
-        try:
-            looks = signature(args, exact=True), signature(kwargs, exact=True)
-        except TypeError:
+        given = Given(args, kwargs)
+        if given.objects:
             return self._absence.run(func, args, kwargs)
-        key = (number, func.__name__, self._autocast(), self._needs((args, kwargs)), *looks)
+        key = self._key(func.__name__, number, given, None)
         known = self._known.get(key)
         if known is None:
-            given = [*tensors_in(args), *tensors_in(kwargs)]
-            before = versions(given)
+            before = versions(given.tensors)
             out = self._absence.run(func, args, kwargs)
-            if versions(given) != before:  # it changes what it is given, to be done each time
+            if versions(given.tensors) != before:  # it changes what it is given, to be done each time
                 return out
-            known = self._known[key] = Known(out)
+            known = self._keep(key, Known(out))
         return known.result()
 
-    def _needs(self, given: Any) -> Hashable:
-        """Which tensors need a gradient, and whether results do."""
-        if not self._absence.tracks:
-            return None
-        return (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors_in(given)))
+    def _key(self, name: str, which: int, given: Given, example: Example | None) -> Hashable:
+        """What a result depends on.
 
-    def _autocast(self) -> torch.dtype | None:
+        Args:
+            name: of the unit or function.
+            which: of a unit whether it is in training, and of an operation its number.
+            given: what it takes.
+            example: see :meth:`known`.
+        """
+        needs: Hashable = None
+        if self._absence.tracks:
+            needs = (torch.is_grad_enabled(), *[tensor.requires_grad for tensor in given.tensors])
         kind = self._absence.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        looks = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in given.tensors]
+        kept = [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
+        return (name, which, example, autocast, needs, given.structure, *looks, *kept)
 
-    def _make(
-        self,
-        example: Example | None,
-        name: str,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Known:
+    def _keep(self, key: Hashable, known: Known) -> Known:
+        if len(self._known) >= _MOST:  # a number among what units are given may be another each time
+            self._known.clear()
+        self._known[key] = known
+        return known
+
+    def _make(self, name: str, call: Callable[..., Any], given: Given, example: Example | None) -> Known:
         if example is not None:
-            return Known(example.scaled(name, [*tensors_in(args), *tensors_in(kwargs)], self._absence), example.effects)
-        absent_args = with_tensors(args, map(self._absence.like, tensors_in(args)))
-        absent_kwargs = with_tensors(dict(kwargs), map(self._absence.like, tensors_in(kwargs)))
-        given = [*tensors_in(absent_args), *tensors_in(absent_kwargs)]
-        before, content = versions(given), contents((absent_args, absent_kwargs))
+            return Known(example.scaled(name, given.tensors, self._absence), example.effects)
+        absent = [self._absence.like(tensor) for tensor in given.tensors]
+        following = iter(absent)
+        args, kwargs = with_tensors(given.args, following), with_tensors(dict(given.kwargs), following)
+        before, content = versions(absent), contents((args, kwargs))
         # What autocast keeps of a weight that is here would be absent, and be given to others.
         keeps = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
             with torch.set_grad_enabled(self._absence.tracks and torch.is_grad_enabled()), self._absence.mode:
-                result = call(*absent_args, **absent_kwargs)
+                result = call(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(keeps)
         check_content(name, content, result)
-        return Known(result, Effects.of(given, before, list(tensors_in(result))))
+        return Known(result, Effects.of(absent, before, list(tensors_in(result))))
 
 
 class Known:
@@ -232,14 +214,14 @@ class Known:
 
     def __init__(self, result: Any, effects: Effects = _NONE) -> None:
         self.effects = effects
-        leaves = list(tensors_in(result))
+        leaves: list[torch.Tensor] = []
+        self._structure = structure(result, leaves, [])
         self.attributes = [name for leaf in leaves for name in vars(leaf) if is_own_attribute(name)]
         self._needs = [leaf.requires_grad for leaf in leaves]
         self._kept = [leaf.detach() for leaf in leaves]
         self._leaves = [self._leaf(number) if self._needs[number] else leaf for number, leaf in enumerate(leaves)]
         self._versions = versions(self._leaves)
         self._result = with_tensors(result, iter(self._leaves))
-        self._plain = _plain(result)
 
     def result(self, *, anew: bool = False) -> Any:
         """It, in containers of its own; with tensors of its own as well, or with the same again unless glue changed them."""
@@ -266,12 +248,15 @@ class Known:
         Raises:
             StageUsageError: it is not.
         """
-        if _plain(result) != self._plain:
+        leaves: list[torch.Tensor] = []
+        if structure(result, leaves, []) != self._structure:
             raise StageUsageError(
                 f"unit {name!r} gives Python another number, or structure, than in the example or before, and other stages do not"
                 " see it: return a tensor in its place"
             )
-        for leaf, kept, needed in zip(tensors_in(result), self._kept, self._needs, strict=True):
+        if not (needs or shapes):
+            return
+        for leaf, kept, needed in zip(leaves, self._kept, self._needs, strict=True):
             if shapes and leaf.shape != kept.shape:
                 raise StageUsageError(
                     f"unit {name!r} gives a tensor of shape {tuple(leaf.shape)}, which stages that do not have it take to be of"
@@ -299,7 +284,7 @@ class Example:
         shapes = [tuple(tensor.shape) for tensor in inputs]
         self._looks = [_Look(leaf, shapes) for leaf in tensors_in(result)]
         self._result = with_tensors(result, map(absence.of, tensors_in(result)))
-        self.plain = _plain(result)
+        self.plain = structure(result, [], [])
 
     def learn(self, other: Example) -> None:
         """Of the same call with inputs of other sizes: what follows them, and what is as large by chance."""
@@ -371,8 +356,9 @@ def check_content(name: str, before: Sequence[tuple[Any, list[Any]]], result: An
             )
 
 
-def _plain(result: Any) -> Hashable:
-    return signature(with_tensors(result, itertools.repeat(None)))
+def _kept_in(value: Any) -> Iterator[Hashable]:
+    for name, _, _, one in plain_in(value, "", set()):
+        yield (name, (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one)
 
 
 def _as_input(samples: Sequence[_Sample], position: int) -> _Dim:
