@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import reprlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -171,7 +172,9 @@ def _look(value: Any) -> int:
     """Stands for how a value looks; never 0."""
     if isinstance(value, torch.Tensor):
         return _look_of(value.shape, value.dtype) if _is_plain(value) else _crc((type(value).__name__, value.dtype))
-    tensors = [_look(tensor) for tensor in tensors_in(value)]
+    tensors = list(map(_look, tensors_in(value)))
+    if type(value) is list and len(tensors) == len(value):
+        return _crc(tensors)
     try:
         return _crc((signature(with_tensors(value, itertools.repeat("a tensor")), exact=True), tensors))
     except TypeError:  # objects of other kinds are not compared
@@ -190,16 +193,18 @@ def _content(value: Any) -> torch.Tensor | None:
     if not tensors:
         return None
     most = max(_LEAST, _MOST // len(tensors))
-    numbers = [_bits(tensor, most) for tensor in tensors]
-    device = next((one.device for one in numbers if one.device.type != "cpu"), numbers[0].device)
-    every = torch.cat([one.to(device) for one in numbers]) if len(numbers) > 1 else numbers[0]
+    rows = [_row(tensor, most) for tensor in tensors]
+    device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
+    if len({(row.dtype, row.device) for row in rows}) > 1:
+        rows = [_integers(row).to(device) for row in rows]
+    every = _integers(torch.cat(rows) if len(rows) > 1 else rows[0])
     return ((every ^ every >> 31) * _weights(len(every), device)).sum()
 
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return repr(value) if next(tensors_in(value), None) is None else f"a {type(value).__name__} of tensors"
+    return reprlib.repr(value) if next(tensors_in(value), None) is None else f"a {type(value).__name__} of tensors"
 
 
 def _is_here(content: torch.Tensor) -> bool:
@@ -214,15 +219,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _bits(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """At most so many elements, in one row, as integers."""
+def _row(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """At most so many elements, spread over all of it."""
     size = tensor.numel()
     if size <= most:
-        row = tensor.reshape(-1)
-    elif tensor.is_contiguous():
-        row = tensor.view(-1)[:: _stride(size, most)]
-    else:
-        row = tensor[_places(tensor.shape, most, tensor.device)]
+        return tensor.reshape(-1)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[:: _stride(size, most)]
+    return tensor[_places(tensor.shape, most, tensor.device)]
+
+
+def _integers(row: torch.Tensor) -> torch.Tensor:
+    """Its bits."""
     if row.is_complex():
         row = torch.view_as_real(row.resolve_conj()).flatten()
     return row.resolve_neg().view(_INTEGERS[row.element_size()]).long()

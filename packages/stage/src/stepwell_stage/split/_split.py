@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from ._absent import Absence
 from ._alike import Alike
 from ._claims import claim
 from ._demand import Crossing, Demand, demand
+from ._fingerprint import fingerprint
 from ._forward import StageForward
 from ._hold import Holding, hold
 from ._inputs import Inputs, Kinds
@@ -171,9 +171,8 @@ class ModelSplit:
                 f" use split(model, {placement.num_stages}, example=…)"
             )
         wires = _or_chain(self.wires(placement), self.num_stages)
-        owners = [sorted(mine.items()) for mine in self._owners]
-        names = [recording.names for recording in self._look.ways.recordings]
-        cut = hashlib.sha256(repr((self.parts, owners, names)).encode()).hexdigest()
+        shown = (self.inputs, *self.tied)
+        cut = fingerprint(self._look.ways, self.parts, self._owners, self._demand(placement), *shown)
         alike = Alike(self._look.inputs, self._look.kinds.examples) if self.inputs == "every" else None
         stages = []
         for index in placement.stages_of(rank):
