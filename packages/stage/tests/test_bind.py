@@ -227,6 +227,8 @@ def test_a_handler_that_leaves_out_what_others_build_on_ends_every_rank(
             r"handlers has 'ofload', but custom has no such action",
         ),
         ("0F0 0B0", {Kind.CUSTOM: print}, "custom actions have handlers by name"),
+        ("0F0 0{offload}0 0B0", {"offload": 5}, "the handler of offload must be a function, got 5"),
+        ("0F0 0B0", [print], r"handlers is a dict from a Kind or a name to a function, got \[<built-in"),
     ],
 )
 def test_handlers_that_fit_nothing_are_refused(
@@ -234,6 +236,91 @@ def test_handlers_that_fit_nothing_are_refused(
 ) -> None:
     with pytest.raises(StageUsageError, match=sentence):
         threads(lambda transport: executor_of(transport, custom(table), handlers=handlers), 1)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "sentence"),
+    [
+        (contextlib.nullcontext, "around_action is a list of functions from an action to a context, got <class"),
+        ([contextlib.nullcontext()], "around_action must be a function, got <contextlib"),
+    ],
+)
+def test_contexts_that_are_none_are_refused(contexts: Any, sentence: str) -> None:
+    with pytest.raises(StageUsageError, match=sentence):
+        executor_of(LoopbackFabric(1).transport(0), one_f_one_b(1, 2), around_action=contexts)
+
+
+def _quiet(call: ActionCall) -> None:
+    with contextlib.suppress(Exception):
+        call.run()
+
+
+def _in_a_thread(call: ActionCall) -> None:
+    thread = threading.Thread(target=_quiet, args=(call,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"around_action": [lambda action: contextlib.suppress(Exception)]},
+        {"handlers": {Kind.F: _quiet}},
+        {"handlers": {Kind.F: _in_a_thread}},
+    ],
+)
+def test_an_error_that_a_tool_lets_pass_is_one_all_the_same(threads: Threads, options: dict[str, Any]) -> None:
+    """The step went on without what the action should have made, and every rank waited for a message that nobody sent."""
+
+    def fail(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("of the loss")
+
+    def run(transport: Transport) -> None:
+        stage = PipelineStage(modules(2)[transport.rank], transport.rank, 2, "cpu")
+        executor = Executor(stage, one_f_one_b(2, 2), fail, transport=transport, **options)
+        with pytest.raises((StageExecutionError, PeerFailure), match=r"action 1F0.*ZeroDivisionError: of the loss"):
+            step(executor)
+
+    threads(run, 2)
+
+
+def test_a_handler_that_does_not_wait_for_its_thread_is_told_to(threads: Threads) -> None:
+    """What comes next took values that were not there yet."""
+    begun, go_on, gone = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    def leave(call: ActionCall) -> None:
+        gone.append(threading.Thread(target=_quiet, args=(call,)))
+        gone[0].start()
+        assert begun.wait(20)
+
+    def stay(*_: Any) -> None:
+        begun.set()
+        go_on.wait(20)
+
+    executor = executor_of(LoopbackFabric(1).transport(0), one_f_one_b(1, 1), handlers={Kind.F: leave})
+    executor.stages[0].submodule.register_forward_pre_hook(stay)
+    with pytest.raises(StageUsageError, match="the handler of 0F0 is back before 0F0 is done: join its thread"):
+        step(executor)
+    go_on.set()
+    gone[0].join(20)
+
+
+def test_without_gradients_around_an_action_its_backward_says_so() -> None:
+    """It was ``KeyError: 0``."""
+
+    def forward(call: ActionCall) -> None:
+        with torch.no_grad():
+            call.run()
+
+    transport = LoopbackFabric(1).transport(0)
+    stages = [PipelineStage(module, index, 2, "cpu", transport=transport) for index, module in enumerate(modules(2))]
+    schedule = custom("rank 0: 0F0 1F0 1B0 0B0")
+    handlers = {Kind.F: lambda call: forward(call) if call.action.stage == 0 else call.run()}
+    executor = Executor(stages, schedule, functional.mse_loss, handlers=handlers)
+    with pytest.raises(
+        StageUsageError, match=r"B of microbatch 0 needs its F first, with gradients enabled: leave torch.no_grad"
+    ):
+        step(executor, 2)
 
 
 def test_contexts_are_entered_before_each_action_and_left_after_it(threads: Threads) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Rules, Transport
 from stepwell_p2p.exceptions import DeadlockError, PeerFailure
-from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule
+from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule, TensorChunkSpec
 from stepwell_stage.exceptions import StageExecutionError, StageUsageError
 from stepwell_stage.schedules import forward_only, gpipe, one_f_one_b
 
@@ -532,6 +532,26 @@ def test_a_rank_that_evaluates_while_others_train_is_an_error_on_both(threads: T
     assert "rank 1 is in step() while rank 0 is in eval(): call the same on every rank" in second
 
 
+@pytest.mark.parametrize(
+    "others", [[gpipe(2, 8), one_f_one_b(2, 8)], [gpipe(2, 4), gpipe(2, 8)], [gpipe(2, 8), gpipe(2, 4)]]
+)
+def test_ranks_with_different_schedules_are_an_error_on_both(threads: Threads, others: list[Schedule]) -> None:
+    """They waited for each other until the transport had enough of it; or one did half of its microbatches and said nothing."""
+
+    def run(transport: Transport) -> str:
+        schedule = others[transport.rank]
+        stages = stages_for(transport, schedule.placement, build_layers())
+        executor = Executor(stages, schedule, functional.mse_loss, transport=transport)
+        x, y = batch(8)
+        with pytest.raises((StageUsageError, PeerFailure)) as failure:
+            executor.step(*((x,) if executor.is_first else ()), target=y if executor.is_last else None)
+        return str(failure.value)
+
+    name, count = others[1].name, others[1].num_microbatches
+    words = f"rank 1 runs {name} with {count} microbatches, rank 0 another schedule or another number of microbatches"
+    assert all(words in said for said in threads(run, 2))
+
+
 def test_p039_an_output_that_changes_is_refused_before_it_is_sent(threads: Threads) -> None:
     """The error is on the rank that made it, and names stage, value and both shapes."""
 
@@ -630,6 +650,35 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
         one_rank(schedule=forward_only(Placement.loop(1, 1), 2)).step(batch(2)[0])
     with torch.no_grad(), pytest.raises(StageUsageError, match=r"gradients are disabled here"):
         one_rank().step(batch(2)[0], target=batch(2)[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_fn": 5}, "loss_fn must be a function of outputs and target, got 5"),
+        (
+            {"args_chunk_spec": TensorChunkSpec(0)},
+            r"args_chunk_spec has one spec for each positional input, as in \(Tensor",
+        ),
+        (
+            {"kwargs_chunk_spec": (TensorChunkSpec(0),)},
+            r"kwargs_chunk_spec has specs by name, as in \{\"mask\": Tensor",
+        ),
+    ],
+)
+def test_options_of_another_kind_are_refused_at_once(options: dict[str, Any], words: str) -> None:
+    """They were errors of Python's own, in the first step."""
+    with pytest.raises(StageUsageError, match=words):
+        one_rank(**options)
+
+
+@pytest.mark.parametrize("losses", [(), {}, torch.zeros(2)])
+def test_losses_that_are_no_list_are_refused_before_anything_runs(losses: Any) -> None:
+    """The step was done, and its result lost, when they were found to have no extend."""
+    executor = one_rank()
+    with pytest.raises(StageUsageError, match="losses is a list"):
+        executor.step(batch(2)[0], target=batch(2)[1], losses=losses)
+    assert all(parameter.grad is None for parameter in executor.parameters())
 
 
 def test_a_loss_that_is_no_scalar_is_named() -> None:

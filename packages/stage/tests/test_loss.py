@@ -41,6 +41,12 @@ def test_what_may_not(result: Any) -> None:
         take_apart(result)
 
 
+def test_a_complex_loss_is_refused_as_autograd_does() -> None:
+    """Its imaginary part was dropped with a warning."""
+    with pytest.raises(StageUsageError, match=r"must return a real number, got one of dtype torch.complex64"):
+        take_apart(ONE + 0j)
+
+
 def test_weights() -> None:
     assert weights_of("sum", [3, 2], None) == [1.0, 1.0]
     assert weights_of("mean", [3, 1], None) == [0.75, 0.25]
@@ -58,6 +64,42 @@ def test_weights_that_mean_nothing() -> None:
         weights_of(lambda target: 0, [1, 1], [1, 2])
     with pytest.raises(StageUsageError, match="this step has no target"):
         weights_of(len, [1, 1], None)
+
+
+@pytest.mark.parametrize("weights", [5, None, [1.0, "2"], torch.ones(2), [None, None]])
+def test_weights_that_are_no_numbers(weights: Any) -> None:
+    """They were an error of Python's own, or one in the midst of a step."""
+    with pytest.raises(StageUsageError, match="'mean', 'sum', one number per microbatch or a function"):
+        check_weights(weights, 2)
+
+
+@pytest.mark.parametrize("returned", [None, "one", torch.ones(2)])
+def test_a_function_for_weights_that_returns_no_number(returned: Any) -> None:
+    with pytest.raises(StageUsageError, match="loss_weights must return a number for each target, got"):
+        weights_of(lambda target: returned, [1, 1], [1, 2])
+
+
+@pytest.mark.parametrize("first", ["positional", "keyword"])
+def test_p031_p108_a_value_for_all_samples_that_stands_first_does_not_count(first: str) -> None:
+    """With a mask of size 1 before the batch, microbatches of 3, 3 and 2 samples counted a third each: gradients were wrong."""
+    torch.manual_seed(0)
+
+    class Added(nn.Linear):
+        def forward(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x + mask)
+
+    mask, x, y = torch.ones(1, 4), torch.randn(8, 4), torch.randn(8, 4)
+    module = Added(4, 4)
+    executor = Executor(PipelineStage(module, 0, 1, "cpu"), one_f_one_b(1, 3), functional.mse_loss)
+    if first == "positional":
+        executor.step(mask, x, target=y)
+    else:
+        executor.step(target=y, mask=mask, x=x)
+    found = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    functional.mse_loss(module(mask, x), y).backward()
+    for grad, parameter in zip(found, module.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad)
 
 
 def test_p106_p109_p116_masked_tokens_count_as_in_one_process() -> None:

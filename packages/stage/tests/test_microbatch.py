@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from stepwell_stage import TensorChunkSpec
 from stepwell_stage.exceptions import StageUsageError
-from stepwell_stage.run._microbatch import batch_size, merge, signature, split
+from stepwell_stage.run._microbatch import Batch, merge, samples, signature, split
 
 
 def test_parts_differ_by_one_at_most_and_merge_to_the_whole() -> None:
@@ -55,13 +56,55 @@ def test_one_microbatch_takes_any_batch() -> None:
 
 def test_size_and_signature() -> None:
     part = (torch.zeros(3, 2), {"mask": torch.ones(3, dtype=torch.bool)}, "text")
-    assert batch_size(part) == 3
-    assert batch_size(("text", torch.tensor(1))) == 1
+    assert samples([(part, {})]) == (3,)
+    assert samples([(("text", torch.tensor(1)), {})] * 2) == (1, 1)
     assert signature((part, {})) == (((3, 2), torch.float32), ((3,), torch.bool))
     assert signature((part[:1], {"x": part[1]["mask"]}))[:2] == signature((part, {}))
     assert signature(((), {"x": part[0], "scale": 2.0})) == signature(((), {"x": part[0], "scale": 3.0}))
     for other in ({"y": part[0]}, {"x": part[0], "task": "a"}, {"x": part[0], "y": None}):
         assert signature(((), other)) != signature(((), {"x": part[0]}))
+
+
+def test_samples_are_the_rows_of_what_was_cut() -> None:
+    """Of what every microbatch gets whole, if it stood first: then all microbatches counted the same, however large they were."""
+    shared, x = torch.zeros(1, 2), torch.zeros(5, 2)
+    parts = [((shared, rows), {"mask": shared}) for rows in x.tensor_split(3)]
+    assert samples(parts) == (2, 2, 1)
+    assert samples([(args[:1], {"x": args[1], "first": shared}) for args, _ in parts]) == (2, 2, 1)
+    square = [((torch.zeros(5, 5), *args), kwargs) for args, kwargs in parts]
+    assert samples(square, (None, None, TensorChunkSpec(0)), {"mask": None}) == (2, 2, 1)
+    assert samples([((torch.zeros(2, n),), {}) for n in (4, 3)], (TensorChunkSpec(1),)) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "parts"),
+    [
+        (8, (3, 3, 2), [3, 3, 2]),
+        (12, (2, 2, 2), [4, 4, 4]),  # one for each token of a sample
+        (3, (2, 2, 2), [1, 1, 1]),  # one for each pair of samples
+        (8, (8,), [8]),
+        (7, (8,), [7]),
+        (
+            6,
+            (2, 2, 2, 2),
+            "6 rows were cut into 2, 2, 1, 1, which do not go with the inputs' microbatches of 2, 2, 2, 2",
+        ),
+        (8, (1, 3, 1, 3), r"8 rows .* or cut it yourself \(kwarg_mbs=, target_mbs=\)"),
+        (
+            16,
+            (3, 3, 2),
+            "16 rows were cut into 6, 5, 5, which do not go with the inputs' microbatches of 3, 3, 2 samples",
+        ),
+    ],
+)
+def test_targets_go_with_their_samples(rows: int, sizes: tuple[int, ...], parts: list[int] | str) -> None:
+    """A loss that broadcasts, as mse_loss does, took a target of one row for an output of two: the gradient was another."""
+    batch = Batch(target=(torch.zeros(1, 2), torch.zeros(rows, 2)))
+    if isinstance(parts, str):
+        with pytest.raises(StageUsageError, match=f"target: {parts}"):
+            batch.targets(sizes)
+    else:
+        assert [len(target) for _, target in batch.targets(sizes) or ()] == parts
 
 
 def test_scalars_are_stacked_and_other_values_taken_from_the_first() -> None:

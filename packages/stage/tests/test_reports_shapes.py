@@ -109,6 +109,10 @@ def test_p034_p040_microbatches_that_the_caller_cut_each_with_its_own_length(thr
         ({"kwarg_mbs": [{"a": 1}, {"a": 2}], "a": 3}, "kwarg_mbs of microbatch 0 has 'a', which was given whole too"),
         ({"target_mbs": [1, 2, 3]}, "target_mbs has 3 microbatches, but 2 are wanted"),
         ({"target_mbs": [1, 2], "target": torch.zeros(2)}, "target and target_mbs were both given"),
+        # These were errors of Python's own: that a Tensor is not truthful, a generator has no length, an int no elements.
+        ({"arg_mbs": torch.zeros(2, WIDTH)}, "arg_mbs is a list with an entry for each microbatch, got Tensor"),
+        ({"kwarg_mbs": ({} for _ in range(2))}, "kwarg_mbs is a list with an entry for each microbatch, got generator"),
+        ({"target_mbs": 2}, "target_mbs is a list with an entry for each microbatch, got int"),
     ],
 )
 def test_microbatches_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
@@ -297,8 +301,33 @@ def test_p061_a_loss_that_takes_no_target(threads: Threads) -> None:
 
 def test_p031_p034_a_target_of_another_batch_does_not_pass_in_silence() -> None:
     executor = Executor(PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, "cpu"), gpipe(1, 3), functional.mse_loss)
+    with pytest.raises(StageUsageError, match=r"9 rows were cut into 3, 3, 3, which do not go with .* 3, 3, 2 samples"):
+        executor.step(numbers(8, WIDTH), target=numbers(9, WIDTH))
     with pytest.raises(StageExecutionError, match="0F0"):
-        executor.step(numbers(8, WIDTH), target=numbers(9, WIDTH)[:, :2])
+        executor.step(numbers(8, WIDTH), target=numbers(8, WIDTH)[:, :2])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_p034_p044_a_mask_of_the_whole_batch_goes_with_microbatches_that_the_caller_cut_or_is_refused(
+    threads: Threads, at: int
+) -> None:
+    """It was cut evenly, and two rows of it were added to the one sample of the first microbatch: its loss was another's."""
+    x, mask = numbers(6, WIDTH), numbers(6, WIDTH, seed=3)
+
+    def run(transport: Transport, sizes: list[int]) -> dict[int, list[Any]]:
+        schedule = gpipe(2, len(sizes))
+        executor = build(transport, seeded(Masked(), Masked()), schedule, lambda output: output.pow(2).mean())
+        parts = [(part,) for part in x.split(sizes)] if executor.is_first else None
+        executor.step(arg_mbs=parts, **({"mask": mask} if transport.rank == at else {}))
+        return grads_of(executor)
+
+    with pytest.raises(StageUsageError, match=r"6 rows were cut into 2, 2, 2, which do not go with .* 1, 3, 2 samples"):
+        threads(run, 2, [1, 3, 2])
+    modules = seeded(Masked(), Masked())
+    kept = {"mask": mask}
+    value = modules[0](x, **(kept if at == 0 else {}))
+    modules[1](value, **(kept if at == 1 else {})).pow(2).mean().backward()
+    assert_like(threads(run, 2, [2, 2, 2]), modules, torch.testing.assert_close)
 
 
 def test_parameters_that_are_unfrozen_after_a_step_need_a_new_executor(threads: Threads) -> None:

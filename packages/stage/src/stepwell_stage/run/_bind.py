@@ -86,12 +86,22 @@ class Bound:
             yield functools.partial(_in_range, name, call), microbatch
 
 
-def check_handlers(handlers: Handlers, plan: Plan, rank: int) -> None:
-    """Refuse handlers that go with no action, and custom actions of this rank that have none.
+def check_handlers(handlers: Handlers, around: Sequence[Around], plan: Plan, rank: int) -> None:
+    """Refuse handlers that go with no action, custom actions of this rank that have none, and what cannot be called.
 
     Raises:
         StageUsageError: which, and what to change.
     """
+    if not isinstance(handlers, Mapping):
+        raise StageUsageError(f"handlers is a dict from a Kind or a name to a function, got {handlers!r}")
+    if not isinstance(around, Sequence):
+        raise StageUsageError(f"around_action is a list of functions from an action to a context, got {around!r}")
+    for what, one in (
+        *((f"the handler of {key}", one) for key, one in handlers.items()),
+        *(("around_action", one) for one in around),
+    ):
+        if not callable(one):
+            raise StageUsageError(f"{what} must be a function, got {one!r}")
     own = {action.name: action for action in plan.actions[rank] if action.name}
     missing = next((action for name, action in own.items() if name not in handlers), None)
     if missing is not None:
@@ -150,18 +160,45 @@ def _method(action: Action, stage_run: StageRun) -> Callable[[Any], None]:
 
 
 class _Counted:
-    """What a handler may run, and how often it did in the call under way."""
+    """What a handler may run, how often it did in the call under way, and how that ended."""
 
     def __init__(self, action: Action, call: Callable[[Any], None]) -> None:
-        self.times = 0
-        self._action = action
+        self.action = action
         self._call = call
+        self._times = 0
+        self._is_done = False
+        self._error: BaseException | None = None
 
     def __call__(self) -> None:
-        self.times += 1
-        if self.times > 1:  # what it takes is gone
-            raise _not_once(self._action, self.times)
-        self._call(self._action.microbatch)
+        self._times += 1
+        if self._times > 1:  # what it takes is gone
+            raise self._not_once()
+        try:
+            self._call(self.action.microbatch)
+        except BaseException as error:
+            self._error = error
+            raise
+        self._is_done = True
+
+    def begin(self) -> None:
+        """Before its handler is called."""
+        self._times, self._is_done, self._error = 0, False, None
+
+    def end(self) -> None:
+        """After that: other actions build on what it did, so an error is one even where the handler let it pass."""
+        if self._error is not None:
+            raise self._error
+        if self._is_done or (not self._times and self.action.kind in _MAY_BE_LEFT_OUT):
+            return
+        if self._times:
+            raise StageUsageError(f"the handler of {self.action} is back before {self.action} is done: join its thread")
+        raise self._not_once()
+
+    def _not_once(self) -> StageUsageError:
+        return StageUsageError(
+            f"the handler of {self.action} must run it once, but ran it {self._times} times; call run() of what it is given, and"
+            " put what a stage computes into a StageProgram"
+        )
 
 
 def _handled(handler: Handler, action: Action, runs: Mapping[int, StageRun]) -> Callable[[Any], None]:
@@ -184,19 +221,10 @@ def _call_custom(handler: Handler, call: ActionCall, _: int | None) -> None:
 
 def _call_counted(handler: Handler, call: ActionCall, counted: Sequence[_Counted], _: int | None) -> None:
     for run in counted:
-        run.times = 0
+        run.begin()
     handler(call)
-    if call.action.kind not in _MAY_BE_LEFT_OUT:
-        for leaf, run in zip(call.action.leaves, counted, strict=True):
-            if not run.times:
-                raise _not_once(leaf, 0)
-
-
-def _not_once(action: Action, times: int) -> StageUsageError:
-    return StageUsageError(
-        f"the handler of {action} must run it once, but ran it {times} times; call run() of what it is given, and put what a"
-        " stage computes into a StageProgram"
-    )
+    for run in counted:
+        run.end()
 
 
 def _run_all(counted: Sequence[_Counted]) -> None:
@@ -209,10 +237,17 @@ def _nothing() -> None:
 
 
 def _within(around: Sequence[Around], action: Action, call: Callable[[Any], None], microbatch: int | None) -> None:
+    failed: BaseException | None = None
     with contextlib.ExitStack() as stack:
         for enter in around:
             stack.enter_context(enter(action))
-        call(microbatch)
+        try:
+            call(microbatch)
+        except BaseException as error:
+            failed = error
+            raise
+    if failed is not None:  # a context let it pass, but what comes next builds on what was not done
+        raise failed
 
 
 def _in_range(name: str, call: Callable[[Any], None], microbatch: int | None) -> None:

@@ -21,9 +21,8 @@ from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._agree import Cut
 from ._bind import Around, Handlers, check_handlers
-from ._chunks import with_specs
 from ._loss import LossWeights, check_weights, pack_losses, unpack_losses, weights_of
-from ._microbatch import Batch, batch_size, merge, signature
+from ._microbatch import Batch, merge, samples, signature
 from ._program import is_reduced, is_sharded
 from ._run import Run, Trace
 from ._stage import PipelineStage
@@ -124,14 +123,15 @@ class Executor:
         self._args_spec = args_chunk_spec
         self._kwargs_spec = kwargs_chunk_spec
         self._output_spec = output_merge_spec
+        check_handlers(handlers or {}, around_action, self.plan, self.transport.rank)
         self._handlers = dict(handlers or {})
         if Kind.OVERLAP not in self._handlers:
             # Forwards first: what they made leaves before the backward begins, and the gradient has more time to arrive.
             self.plan = self.plan.with_pairs_apart()
         self._around_action = tuple(around_action)
-        check_handlers(self._handlers, self.plan, self.transport.rank)
         _check_stages(self.stages, self.plan, self.transport, loss_fn)
         check_weights(loss_weights, self.plan.num_microbatches)
+        _check_options(loss_fn, args_chunk_spec, kwargs_chunk_spec)
         self._train = self._make_run(self.plan)
         self._eval: Run | None = None
         self._is_open = False
@@ -280,6 +280,8 @@ class Executor:
             if run is self._train:
                 self._check_gradients()
             self._check(batch)
+            if losses is not None and not isinstance(losses, MutableSequence):
+                raise StageUsageError(f"losses is a list, to which those of the batch are added, got {losses!r}")
             cut = self._cut(batch, data, fewer=fewer) if self.is_first else None
             alike = self.stages[0].alike if self.transport.size > 1 else None
             given = None if alike is None else alike.look(batch)
@@ -289,8 +291,8 @@ class Executor:
         sizes = run.prepare(cut, given).sizes
         try:
             if not self.is_first:
-                data.args, data.kwargs = [()] * len(sizes), batch.keywords(len(sizes), self._kwargs_spec)
-                data.targets = batch.targets(len(sizes))
+                data.args, data.kwargs = [()] * len(sizes), batch.keywords(sizes, self._kwargs_spec)
+                data.targets = batch.targets(sizes)
             if self.is_last:
                 data.weights = weights_of(self._loss_weights, sizes, data.targets)
         except Exception as error:
@@ -350,15 +352,14 @@ class Executor:
         """On the first rank: the batch in microbatches, and how it was cut."""
         inputs = batch.inputs(self.plan.num_microbatches, self._args_spec, self._kwargs_spec, fewer=fewer)
         data.args, data.kwargs = [a for a, _ in inputs], [k for _, k in inputs]
-        data.targets = batch.targets(len(inputs))
         numbers: dict[tuple[Any, ...], int] = {}
         groups = tuple(numbers.setdefault(signature(part), len(numbers)) for part in inputs)
         args_spec = self._args_spec if batch.arg_mbs is None else None
-        samples: dict[int, int] = {}  # of a microbatch of each group; all of one group have the same shapes
-        for group, part in zip(groups, inputs, strict=True):
-            if group not in samples:
-                samples[group] = batch_size(part, with_specs(*part, args_spec, self._kwargs_spec)[1])
-        return Cut(tuple(samples[group] for group in groups), groups, tuple(numbers))
+        # All of one group have the same shapes.
+        counts = samples([inputs[groups.index(n)] for n in range(len(numbers))], args_spec, self._kwargs_spec)
+        sizes = tuple(counts[group] for group in groups)
+        data.targets = batch.targets(sizes)
+        return Cut(sizes, groups, tuple(numbers))
 
 
 def lower_for(stages: Sequence[PipelineStage], schedule: Schedule, *, prefetch: int = 1) -> Plan:
@@ -425,6 +426,19 @@ def _check_stages(
                     f"stage {stage.stage_index} is data parallel, but {plan.schedule.name} was lowered without {reduce}, so its"
                     f" gradients would differ between replicas: pass the schedule, or lower it with reduced=[{stage.stage_index}]"
                 )
+
+
+def _check_options(loss_fn: object, args_spec: object, kwargs_spec: object) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise StageUsageError(f"loss_fn must be a function of outputs and target, got {loss_fn!r}")
+    if args_spec is not None and not isinstance(args_spec, Sequence):
+        raise StageUsageError(
+            f"args_chunk_spec has one spec for each positional input, as in (TensorChunkSpec(0),), got {args_spec!r}"
+        )
+    if kwargs_spec is not None and not isinstance(kwargs_spec, Mapping):
+        raise StageUsageError(
+            f'kwargs_chunk_spec has specs by name, as in {{"mask": TensorChunkSpec(0)}}, got {kwargs_spec!r}'
+        )
 
 
 def _weighted(losses: Mapping[int, torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

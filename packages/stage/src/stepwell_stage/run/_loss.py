@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,15 +20,19 @@ def check_weights(weights: LossWeights, num_microbatches: int) -> None:
     """Refuse weights that mean nothing.
 
     Raises:
-        StageUsageError: an unknown word, or another number of numbers than there are microbatches.
+        StageUsageError: an unknown word, what is no number, or another number of numbers than there are microbatches.
     """
-    if isinstance(weights, str):
-        if weights not in ("mean", "sum"):
-            raise StageUsageError(
-                "loss_weights must be 'mean', 'sum', one number per microbatch or a function of the target,"
-                f" got {weights!r}"
-            )
-    elif not callable(weights) and len(weights) != num_microbatches:
+    if callable(weights) or (isinstance(weights, str) and weights in ("mean", "sum")):
+        return
+    if (
+        isinstance(weights, str)
+        or not isinstance(weights, Sequence)
+        or not all(isinstance(one, Real) for one in weights)
+    ):
+        raise StageUsageError(
+            f"loss_weights must be 'mean', 'sum', one number per microbatch or a function of the target, got {weights!r}"
+        )
+    if len(weights) != num_microbatches:
         raise StageUsageError(
             f"loss_weights must have one number for each of {num_microbatches} microbatches, got {len(weights)}"
         )
@@ -51,8 +56,15 @@ def weights_of(weights: LossWeights, sizes: Sequence[int], targets: Sequence[Any
     if callable(weights):
         if targets is None:
             raise StageUsageError("loss_weights is a function of the target, but this step has no target")
-        return _shares([float(weights(target)) for target in targets], "what loss_weights returned")
+        return _shares([_number(weights(target)) for target in targets], "what loss_weights returned")
     return weights
+
+
+def _number(found: Any) -> float:
+    try:
+        return float(found)
+    except (TypeError, ValueError):
+        raise StageUsageError(f"loss_weights must return a number for each target, got {found!r}") from None
 
 
 def _shares(numbers: Sequence[float], what: str) -> list[float]:
@@ -69,7 +81,7 @@ def take_apart(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     tuple or list of tensors, the loss is their sum, and each is reported (of a tuple, under its number).
 
     Raises:
-        StageUsageError: something else, or a tensor with more than one element.
+        StageUsageError: something else, or a tensor with more than one element, or a complex one.
     """
     if isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], Mapping):
         return _scalar(result[0]), {str(name): _scalar(part).detach() for name, part in result[1].items()}
@@ -104,4 +116,8 @@ def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise StageUsageError(f"loss_fn must return a tensor with one element, or named ones, got {got}")
+    if loss.is_complex():
+        raise StageUsageError(
+            f"loss_fn must return a real number, got one of dtype {loss.dtype}: take its .real or .abs()"
+        )
     return loss if loss.dim() == 0 else loss.reshape(())

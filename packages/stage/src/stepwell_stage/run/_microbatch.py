@@ -15,7 +15,14 @@ from ._chunks import BY_RULE, TensorChunkSpec, cut, flatten, has_rows, is_shared
 
 
 def split(
-    value: Any, num_microbatches: int, *, what: str, spec: Any = BY_RULE, fewer: bool = False, has_batch: bool = True
+    value: Any,
+    num_microbatches: int,
+    *,
+    what: str,
+    spec: Any = BY_RULE,
+    fewer: bool = False,
+    has_batch: bool = True,
+    like: Sequence[int] | None = None,
 ) -> list[Any]:
     """Cut the tensors of a nested value into ``num_microbatches`` parts whose sizes differ by at most one.
 
@@ -30,6 +37,7 @@ def split(
         spec: for each value, or for all inside it, a :class:`TensorChunkSpec`, None for one that is shared, or ``BY_RULE``.
         fewer: whether a smaller batch gives fewer parts, instead of being refused.
         has_batch: whether tensors of which all have size 1 are a batch of 1; else they are shared.
+        like: samples of each microbatch, with which the rows of each part have to go.
 
     Raises:
         StageUsageError: the batch is smaller than M, tensors disagree about its size, or a spec does not fit.
@@ -53,7 +61,23 @@ def split(
             f"{what}: a batch of {least} cannot be cut into {num_microbatches} microbatches;"
             " give at least as many samples as microbatches"
         )
-    return [tree_unflatten(part, structure) for part in cut(leaves, specs, min(num_microbatches, least))]
+    count = min(num_microbatches, least)
+    if like is not None and size is not None:
+        _check_alike([size // count + (number < size % count) for number in range(count)], like, what)
+    return [tree_unflatten(part, structure) for part in cut(leaves, specs, count)]
+
+
+def _check_alike(sizes: Sequence[int], like: Sequence[int], what: str) -> None:
+    """Refuse parts that have not the same number of rows for each sample: those of one microbatch would meet another's."""
+    if any(size * sum(like) != count * sum(sizes) for size, count in zip(sizes, like, strict=True)):
+        raise StageUsageError(
+            f"{what}: {sum(sizes)} rows were cut into {_listed(sizes)}, which do not go with the inputs' microbatches of"
+            f" {_listed(like)} samples: give as many rows for each sample, or cut it yourself (kwarg_mbs=, target_mbs=)"
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _check_known(leaves: Sequence[Any], what: str) -> None:
@@ -120,7 +144,16 @@ class Batch:
             raise StageUsageError("positional inputs were given both whole and as arg_mbs: give one of them")
         if self.target is not None and self.target_mbs is not None:
             raise StageUsageError("target and target_mbs were both given: give one of them")
-        for name, parts, kind in (("arg_mbs", self.arg_mbs, tuple), ("kwarg_mbs", self.kwarg_mbs, Mapping)):
+        kinds = (
+            ("arg_mbs", self.arg_mbs, tuple),
+            ("kwarg_mbs", self.kwarg_mbs, Mapping),
+            ("target_mbs", self.target_mbs, object),
+        )
+        for name, parts, kind in kinds:
+            if parts is not None and not isinstance(parts, list | tuple):
+                raise StageUsageError(
+                    f"{name} is a list with an entry for each microbatch, got {type(parts).__qualname__}"
+                )
             for number, part in enumerate(parts or ()):
                 if not isinstance(part, kind):
                     raise StageUsageError(
@@ -139,7 +172,7 @@ class Batch:
         kwargs_spec: Mapping[str, Any] | None,
         *,
         fewer: bool = False,
-        has_batch: bool = True,
+        like: Sequence[int] | None = None,
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Positional and keyword inputs of each microbatch.
 
@@ -148,43 +181,54 @@ class Batch:
             args_spec: how positional inputs are cut.
             kwargs_spec: likewise keyword inputs.
             fewer: whether there may be fewer microbatches than M.
-            has_batch: see :func:`split`.
+            like: samples of each microbatch, on a rank that has no batch of its own; there a value of size 1 is shared.
 
         Raises:
-            StageUsageError: what was given cannot be cut, or is not cut into M parts.
+            StageUsageError: what was given cannot be cut, or is not cut into M parts, or what is whole does not go with the rest.
         """
         count = _count({"arg_mbs": self.arg_mbs, "kwarg_mbs": self.kwarg_mbs}, num_microbatches, fewer=fewer)
         whole, spec = with_specs(self.args, dict(self.kwargs), args_spec, kwargs_spec)
         if count is None:
-            parts = split(whole, num_microbatches, what="inputs", spec=spec, fewer=fewer, has_batch=has_batch)
+            parts = split(
+                whole, num_microbatches, what="inputs", spec=spec, fewer=fewer, has_batch=like is None, like=like
+            )
         else:
-            parts = split(whole, count, what="inputs", spec=spec, has_batch=False)
+            if self.arg_mbs is not None:  # keyword inputs that the caller cut may be of other things than samples
+                like = samples([(args, {}) for args in self.arg_mbs])
+            parts = split(whole, count, what="inputs", spec=spec, has_batch=False, like=like)
         inputs = []
         for number, (args, kwargs) in enumerate(parts):
             mine = args if self.arg_mbs is None else self.arg_mbs[number]
             inputs.append((mine, kwargs if self.kwarg_mbs is None else {**kwargs, **self.kwarg_mbs[number]}))
         return inputs
 
-    def keywords(self, num_microbatches: int, spec: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-        """Keyword inputs of each microbatch, on a rank that has no batch of its own: a value of size 1 is shared.
+    def keywords(self, sizes: Sequence[int], spec: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        """Keyword inputs of each microbatch, on a rank that has no batch of its own.
+
+        Args:
+            sizes: samples of each microbatch.
+            spec: how keyword inputs are cut.
 
         Raises:
             StageUsageError: as :meth:`inputs`.
         """
         if not self.kwargs and self.kwarg_mbs is None:
-            return [{}] * num_microbatches
-        return [kwargs for _, kwargs in self.inputs(num_microbatches, None, spec, has_batch=False)]
+            return [{}] * len(sizes)
+        return [kwargs for _, kwargs in self.inputs(len(sizes), None, spec, like=sizes)]
 
-    def targets(self, num_microbatches: int) -> list[Any] | None:
+    def targets(self, sizes: Sequence[int]) -> list[Any] | None:
         """The target of each microbatch, or None where there is none.
 
+        Args:
+            sizes: samples of each microbatch.
+
         Raises:
-            StageUsageError: as :meth:`inputs`.
+            StageUsageError: as :meth:`inputs`; or the target's rows do not go with the samples.
         """
         if self.target_mbs is not None:
-            _count({"target_mbs": self.target_mbs}, num_microbatches, fewer=False)
+            _count({"target_mbs": self.target_mbs}, len(sizes), fewer=False)
             return list(self.target_mbs)
-        return None if self.target is None else split(self.target, num_microbatches, what="target")
+        return None if self.target is None else split(self.target, len(sizes), what="target", like=sizes)
 
 
 def _count(given: Mapping[str, Sequence[Any] | None], num_microbatches: int, *, fewer: bool) -> int | None:
@@ -202,13 +246,31 @@ def _count(given: Mapping[str, Sequence[Any] | None], num_microbatches: int, *, 
     return count
 
 
-def batch_size(value: Any, spec: Any = BY_RULE) -> int:
-    """Samples in a microbatch: the rows of the first tensor that was cut, along the dim that it was cut along; 1 if none was."""
-    leaves, _, specs = flatten(value, spec, what="microbatch")
-    for leaf, one in zip(leaves, specs, strict=True):
-        if one is not None and has_rows(leaf):
-            return rows(leaf, TensorChunkSpec(0) if one is BY_RULE else one)
-    return 1
+def samples(
+    inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    args_spec: Sequence[Any] | None = None,
+    kwargs_spec: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Samples of each of some microbatches: the rows of the first tensor that was cut; 1 where none was.
+
+    A tensor with one row in each of them went to all microbatches, or each has one sample.
+
+    Args:
+        inputs: positional and keyword inputs of each.
+        args_spec: how positional inputs were cut.
+        kwargs_spec: likewise keyword inputs.
+    """
+    columns = zip(*(_rows_of(part, with_specs(*part, args_spec, kwargs_spec)[1]) for part in inputs), strict=False)
+    return next((column for column in columns if any(count != 1 for count in column)), (1,) * len(inputs))
+
+
+def _rows_of(part: Any, spec: Any) -> list[int]:
+    leaves, _, specs = flatten(part, spec, what="microbatch")
+    return [
+        rows(leaf, TensorChunkSpec(0) if one is BY_RULE else one)
+        for leaf, one in zip(leaves, specs, strict=True)
+        if one is not None and has_rows(leaf)
+    ]
 
 
 def signature(value: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[tuple[Any, Any], ...]:

@@ -132,7 +132,12 @@ class EagerProgram:
                 return ()
             if kind not in (Kind.B, Kind.I):
                 raise StageUsageError(f"a backward is B, I or W, got {kind.value}")
-            leaves = self._leaves.pop(microbatch)
+            leaves = self._leaves.pop(microbatch, None)
+            if leaves is None:
+                raise StageUsageError(
+                    f"{kind.value} of microbatch {microbatch} needs its F first, with gradients enabled: leave torch.no_grad()"
+                    " out of what stands around actions"
+                )
             if self._dw_builder is not None:
                 found = run_whole(roots, grads, leaves)
                 self._left[microbatch] = self._dw_builder()
