@@ -132,6 +132,49 @@ def test_transports_of_one_group_share_channels_until_the_last_one_closes(worker
     assert workers.run(two_at_once, 2) == [(0, 1.0, 1.0), (1, 0.0, 0.0)]
 
 
+def over_other_pairs(policy: str) -> tuple[list[str], list[float]]:
+    """Neighbours first; then a pipeline in which ranks 0 and 2 follow each other, with the same transport and with another."""
+    first = C10dTransport(placement=Placement.loop(3, 3), channels=policy)
+    rank, others = first.rank, Placement.custom([1, 0, 2])
+    early = Op(OpKind.SEND_F, Edge(0, 2), 7, 7)  # no wire joins these in the first pipeline
+    if rank == 0:
+        first.post([Send(early, torch.full((4,), 7.0))]).wait()
+    got = [float(first.post([Recv(early.mirror, META)]).wait()[0][0])] if rank == 2 else [7.0]
+    second = C10dTransport(placement=others, channels=policy)
+    first.open(Placement.loop(3, 3), chain_wires(3))  # which is open
+    got += [ring(first), ring(second), ring(first)]
+    first.open(others, chain_wires(3))
+    got += [ring(first), ring(second)]
+    names = [name for name, _, _ in second.describe().groups]
+    first.close()
+    got.append(ring(second))
+    second.close()
+    return names, got
+
+
+@pytest.mark.parametrize("policy", ["per-edge", "per-direction"])
+def test_a_second_pipeline_may_join_other_ranks(workers: WorkerPool, policy: str) -> None:
+    """It was refused while the first was open, since its channels were not those of the first."""
+    found = workers.run(over_other_pairs, 3, policy)
+    per_edge = [["0->1", "1->0", "0->2", "2->0"], ["0->1", "1->0", "1->2", "2->1"], ["1->2", "2->1", "0->2", "2->0"]]
+    for rank, (names, got) in enumerate(found):
+        assert sorted(names) == sorted(per_edge[rank] if policy == "per-edge" else ["downstream", "upstream"])
+        assert got == [7.0, *[(rank - 1) % 3] * 6]
+
+
+def with_another_set_of_ranks() -> str:
+    transport = C10dTransport(placement=Placement.loop(3, 3), channels="shared")
+    with pytest.raises(P2PUsageError) as caught:
+        transport.open(Placement.loop(2, 2), chain_wires(2))
+    transport.close()
+    return str(caught.value)
+
+
+def test_a_channel_keeps_its_ranks(workers: WorkerPool) -> None:
+    for text in workers.run(with_another_set_of_ranks, 3):
+        assert "shared of ranks (0, 1) is open already between ranks (0, 1, 2)" in text
+
+
 # ---- set-up
 
 

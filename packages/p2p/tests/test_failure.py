@@ -376,6 +376,37 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_missed(workers: Wor
         assert seconds < 10
 
 
+class Forgotten:
+    """A receive that gloo has forgotten: nothing ends its wait but the timeout."""
+
+    def wait(self, timeout: timedelta = timedelta(minutes=1)) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+
+def killed_while_its_message_is_read(numel: int) -> tuple[float, object]:
+    transport = C10dTransport(placement=Placement.loop(2, 2))
+    if transport.rank == 0:
+        time.sleep(0.3)
+        die_now()
+    handle = transport.post([Recv(Op(OpKind.RECV_F, Edge(0, 1), 0, 0), TensorMeta((numel,), (1,), torch.uint8))])
+    handle.flights[0].work = Forgotten()
+    start = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        handle.wait()
+    seconds = time.monotonic() - start
+    transport.close()
+    return seconds, caught.value.rank
+
+
+def test_a_message_of_any_size_that_may_come_in_pieces_is_missed_early(workers: WorkerPool) -> None:
+    """Below 4 MiB the receiver of a message whose sender was killed in the middle of it slept until its timeout."""
+    outcomes = workers.outcomes(killed_while_its_message_is_read, 2, (1 << 16) + 1, deadline=20.0)
+    seconds, failed = outcomes[1].value
+    assert failed == 0
+    assert seconds < 10
+
+
 class CountingStore(dist.HashStore):
     """Says how often it was asked."""
 

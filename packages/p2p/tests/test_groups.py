@@ -95,7 +95,7 @@ def absent_from_a_channel() -> tuple[float, object, str]:
         return 0.0, None, ""
     assert transport._link is not None
     with pytest.raises(PeerFailure) as caught:
-        transport._link.make(channels_for(Placement.loop(3, 3), chain_wires(3), "shared"))
+        transport._link.make(channels_for(Placement.loop(3, 3), chain_wires(3), "shared").channels)
     seconds = time.monotonic() - start
     with pytest.raises(PeerFailure):
         transport.post([])

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._apart import Waiter
 from ._board import FailureBoard, Note
-from ._channels import ChannelMap
+from ._channels import Channel
 from ._compat import own_connection, timeout_of
 from ._failure import Failure
 from ._groups import ChannelGroup, open_gloo, open_registered, rounds_of
 from ._meeting import agree_on_name
 from ._op import Op
-from .exceptions import P2PUsageError, PeerFailure, TransportError
+from .exceptions import P2PUsageError, PeerFailure
 
 _WAKE = timedelta(milliseconds=1)
 
@@ -83,8 +84,9 @@ class Link:
         self.own_timeout = timeout
         self.timeout = timeout or timeout_of(group, device)
         self.gloo = backend_for(group, device) == "gloo"
-        self.channels: ChannelMap | None = None
         self.groups: dict[str, ChannelGroup] = {}
+        self.open: dict[str, Channel] = {}  # those of other ranks too
+        self.waiters: list[Waiter] = []  # those at rest
         self.users = 0
         self.failure: Failure | None = None
         self.pending: dict[Any, None] = {}
@@ -110,35 +112,39 @@ class Link:
             )
         return group
 
-    def is_open(self, channels: ChannelMap) -> bool:
-        """Whether these channels are open.
+    def missing(self, channels: Sequence[Channel]) -> list[Channel]:
+        """Which of these are not open yet; the same on every rank, since all of them open the same.
 
         Raises:
-            TransportError: others are.
+            P2PUsageError: one of them is open between other ranks.
         """
-        if self.channels is not None and channels != self.channels:
-            raise TransportError("other channels are open on this group: close every transport of it first")
-        return self.channels is not None
+        for channel in channels:
+            if self.open.get(channel.name, channel) != channel:
+                raise P2PUsageError(
+                    f"channel {channel.name} of ranks {channel.ranks} is open already between ranks"
+                    f" {self.open[channel.name].ranks}: give this transport a name of its own"
+                )
+        return [channel for channel in channels if channel.name not in self.open]
 
-    def make(self, channels: ChannelMap) -> list[ChannelGroup]:
-        """This rank's groups, for :meth:`install`; every rank of the group makes them for the same map.
+    def make(self, channels: Sequence[Channel]) -> list[ChannelGroup]:
+        """This rank's groups, for :meth:`install`; every rank of the group makes them for the same channels.
 
         Raises:
             PeerFailure: a peer is absent, or a rank reported a failure meanwhile; every rank hears of the first one.
         """
         try:
             if self.gloo:
-                return open_gloo(channels.channels, rank=self.rank, store=self._store(), timeout=self.timeout)
-            return open_registered(rounds_of(channels.channels), parent=self.group, timeout=self.timeout)
+                return open_gloo(channels, rank=self.rank, store=self._store(), timeout=self.timeout)
+            return open_registered(rounds_of(channels), parent=self.group, timeout=self.timeout)
         except Exception as error:
             culprit = Failure(error.reason, error.rank) if isinstance(error, PeerFailure) else Failure(str(error))
             self.failure = self.board.report(culprit)
             raise self.failure.error() from error
 
-    def install(self, channels: ChannelMap, groups: Sequence[ChannelGroup]) -> None:
-        """From now on these carry the messages."""
-        self.groups = {group.channel.name: group for group in groups}
-        self.channels = channels
+    def install(self, channels: Sequence[Channel], groups: Sequence[ChannelGroup]) -> None:
+        """From now on these carry messages too."""
+        self.groups |= {group.channel.name: group for group in groups}
+        self.open |= {channel.name: channel for channel in channels}
 
     def failed(self, op: Op, error: Exception, waited: float) -> PeerFailure:
         """Turn a backend's error into the first cause that any rank knows, and let the others know."""
@@ -219,6 +225,8 @@ class Link:
         for group in self.groups.values():
             group.close()
         self.groups.clear()
+        for waiter in self.waiters:
+            waiter.close()
 
     def _store(self) -> dist.Store:
         """The link's own part of the group's store, over a connection that its user need not share."""

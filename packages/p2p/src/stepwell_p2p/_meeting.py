@@ -27,7 +27,7 @@ from ._transport import Handle, Recv, Send
 from .exceptions import PeerFailure
 
 if TYPE_CHECKING:
-    from ._channels import ChannelMap
+    from ._channels import Channel
     from ._groups import ChannelGroup
     from ._link import Link
 
@@ -135,7 +135,7 @@ def meet(post: _Post, rank: int, size: int) -> None:
         sending.wait()
 
 
-def open_together(post: _Post, link: Link, channels: ChannelMap) -> list[ChannelGroup]:
+def open_together(post: _Post, link: Link, channels: Sequence[Channel]) -> list[ChannelGroup]:
     """Make the channels' groups, and listen meanwhile for the end of the rank before this one.
 
     While gloo connects two ranks, it waits for the peer as long as the timeout says, whether that lives or not. So another thread

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from stepwell_meta import TensorMeta
 
+from .._apart import Waiter
 from .._batch import PendingOp, check_op
 from .._buffers import BufferPool
 from .._channels import ChannelPolicy, channels_for
@@ -23,16 +24,13 @@ from .._failure import Failure
 from .._layout import check_buffer, place, row_major
 from .._link import Flight, Link, backend_for, leave, link_of
 from .._meeting import meet, open_together, probe_tag
-from .._op import Op
+from .._op import MEETING, Op
 from .._own import OwnMessages, OwnReceive
 from .._pack import SMALL
 from .._placement import Placement, Wire, chain_wires
 from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError
-
-_LONG = 1 << 22  # bytes from which on a message may be under way for milliseconds
-_PAUSE = 0.05  # seconds between two looks for a failure
 
 
 class C10dTransport:
@@ -89,6 +87,7 @@ class C10dTransport:
         self.name = name
         self.buffers = BufferPool("cpu")
         self._own = OwnMessages()
+        self._channels: frozenset[str] | None = None  # that this transport uses; None: all that are open
         self._routes: tuple[dict[Op, _Route], dict[Op, _Route]] = ({}, {})  # of receives and of sends
         self._closed = False
         self._failure: Failure | None = None
@@ -108,23 +107,26 @@ class C10dTransport:
     def open(self, placement: Placement, wires: Sequence[Wire]) -> None:
         """Make and connect the channels of a pipeline: collective, in one order on all ranks.
 
-        Call it again with the same pipeline as often as you like.
+        Call it again as often as you like: for the same pipeline, which opens nothing, or for another, whose channels join those
+        that are open.
 
         Raises:
-            P2PUsageError: the placement needs more ranks than the group has.
+            P2PUsageError: the placement needs more ranks than the group has, or one channel would have other ranks than before.
             PeerFailure: a rank of the group did not come within the timeout, or has ended.
         """
         if placement.num_ranks > self.size:
             raise P2PUsageError(f"the placement needs {placement.num_ranks} ranks, the group has {self.size}")
         link = self._link
         if link is not None:
-            channels = channels_for(placement, wires, self.policy)
-            if not link.is_open(channels):
+            channels = channels_for(placement, wires, self.policy).channels
+            missing = link.missing(channels)
+            if missing:
                 if link.gloo:
                     meet(self.post, self.rank, self.size)
-                    link.install(channels, open_together(self.post, link, channels))
+                    link.install(missing, open_together(self.post, link, missing))
                 else:
-                    link.install(channels, link.make(channels))
+                    link.install(missing, link.make(missing))
+            self._channels = (self._channels or frozenset()) | {channel.name for channel in channels}
             self._forget_routes()
 
     def post(self, batch: Sequence[Send | Recv]) -> _Batch:
@@ -230,8 +232,12 @@ class C10dTransport:
             route = _Route(None, 0, 0, 0, itertools.count(), is_send=is_send)
         else:
             tag = tag_of(op) if link.gloo else 0
-            made = link.groups.get(self.policy.channel_of(op))
-            if made is None or op.peer not in made.channel.ranks:  # no wire joins these ranks
+            name = self.policy.channel_of(op)
+            # Both ends have opened the same with this transport; what others of this link open meanwhile moves no message.
+            made = link.groups.get(name) if self._channels is None or name in self._channels else None
+            if (
+                made is None or op.peer not in made.channel.ranks or op.microbatch == MEETING
+            ):  # no wire, or no channel yet
                 route = _Route(self._group, op.peer, tag, -1, link.counts[op], is_send=is_send)
             else:
                 number = list(link.groups).index(made.channel.name)
@@ -430,7 +436,7 @@ class _Batch:
                 if link.failure is not None:
                     raise link.failure.error()
                 try:
-                    if link.gloo and flight.tensor.nbytes >= _LONG and not flight.op.kind.is_send:
+                    if link.gloo and flight.tensor.nbytes > SMALL and not flight.op.kind.is_send:
                         _wait_apart(flight, link)
                     elif timeout is None:
                         flight.work.wait()  # as long as its group says
@@ -450,27 +456,20 @@ class _Batch:
 
 
 def _wait_apart(flight: Flight, link: Link) -> None:
-    """Wait for a receive in another thread, for nothing wakes one that waits for a message which gloo has begun to read.
-
-    See :meth:`Link.probe`. Small messages are read in one go, and would take twice as long.
-    """
-    done = threading.Event()
-    errors: list[RuntimeError] = []
-
-    def block() -> None:
-        try:
-            flight.work.wait(link.timeout)
-        except RuntimeError as error:
-            errors.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=block, name=f"stepwell-p2p-recv-{link.rank}", daemon=True).start()
-    while not done.wait(_PAUSE):
-        if link.failure is not None:
-            raise link.failure.error()
-    if errors:
-        raise errors[0]
+    """Wait for a receive that may come in several pieces; smaller ones are read in one go."""
+    try:
+        waiter = link.waiters.pop()
+    except IndexError:
+        waiter = Waiter(f"stepwell-p2p-recv-{link.rank}")
+    try:
+        ended = waiter.wait(functools.partial(flight.work.wait, link.timeout), lambda: link.failure is not None)
+    except RuntimeError:
+        waiter.close()
+        raise
+    if not ended:
+        assert link.failure is not None
+        raise link.failure.error()
+    link.waiters.append(waiter)
 
 
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:
