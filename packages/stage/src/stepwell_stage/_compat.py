@@ -25,8 +25,9 @@
 * ``torch._subclasses.fake_tensor`` (seen in 2.13): tensors without data, and the errors of those who look for it; and the log of
   that name, where torch says with a traceback what operation it could not run on them. Without it there is no
   :func:`stepwell_stage.split`.
-* ``torch.overrides._get_current_function_mode`` (seen in 2.13): which function mode sees an operation first. Without it there
-  is no :func:`stepwell_stage.split` either.
+* ``_pop_torch_function_stack``, ``_push_on_torch_function_stack`` and ``_len_torch_function_stack`` of ``torch._C`` (seen in 2.13):
+  which function mode sees an operation first, and what takes it away for the time of a unit. Without them there is no
+  :func:`stepwell_stage.split` either.
 * ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise.
 * ``torch._C._functorch.is_functorch_wrapped_tensor`` (seen in 2.13): whether a tensor is in a transform such as vmap. Likewise.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
@@ -50,6 +51,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -61,7 +63,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -79,7 +81,6 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
-    "current_function_mode",
     "has_hooks",
     "has_saved_tensor_hooks",
     "hold_back_fsdp",
@@ -91,6 +92,8 @@ __all__ = [
     "join_torch_stages",
     "non_leaf",
     "plain_name",
+    "pop_function_mode",
+    "push_function_mode",
     "quiet_fakes",
     "reduce_ddp",
     "reduce_fsdp",
@@ -131,10 +134,14 @@ def quiet_fakes() -> Iterator[None]:
         log.removeFilter(not_here)
 
 
-def current_function_mode() -> TorchFunctionMode | None:
-    """The function mode that sees the next operation first."""
-    mode: TorchFunctionMode | None = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    return mode
+def pop_function_mode() -> TorchFunctionMode | None:
+    """Take away the function mode that sees the next operation first, if there is any."""
+    return _pop_torch_function_stack() if _len_torch_function_stack() else None
+
+
+def push_function_mode(mode: TorchFunctionMode) -> None:
+    """Let a function mode see the next operation first."""
+    _push_on_torch_function_stack(mode)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

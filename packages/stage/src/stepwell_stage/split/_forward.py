@@ -11,14 +11,15 @@ import torch
 from ..exceptions import StageUsageError
 from ._absent import Absence
 from ._demand import StagePlan
+from ._entry import Entries, Entry
 from ._glue import DoneError, StageGlue
 from ._inputs import replaced
-from ._leaves import shown_by, tensors_in, with_tensors
+from ._leaves import Given, shown_by, tensors_in
 from ._look import Look
 from ._own import Control
 from ._state import Flags, drawn
 from ._templates import Templates
-from ._used import sent, taken
+from ._used import marked, taken
 from ._values import INPUTS, Origin
 from ._ways import Route, routes
 
@@ -50,60 +51,64 @@ class StageForward:
         self._look = look
         self._plan = plan
         self._is_given = everywhere or stage == 0
-        self._everywhere = everywhere
+        # Where every stage is given the inputs, each has a part of their gradients, and nobody the sum.
+        self._shares_inputs = everywhere and not (plan.is_last and stage == 0)
         self._control = control
         self._absence = absence
         self._absence.tracks = any(one.asks for one in look.ways.recordings)
-        self._measures = any(one.measures for one in look.ways.recordings)
         # What a whole forward sets and takes back, one that stops in between leaves as it set it.
         is_set = any(one.sets for one in look.ways.recordings)
         self._flags = Flags(control.root, control.units) if is_set else None
         self._draws, self._drawn = any(one.draws for one in look.ways.recordings), 0
         self._templates = Templates(absence)
+        self._glue = StageGlue(
+            [sight.examples for sight in look.sights],
+            plan.outputs,
+            absence,
+            self._templates,
+            control.shadows,
+            measures=any(one.measures for one in look.ways.recordings),
+        )
+        self._entries = Entries(stage, look.inputs, look.kinds)
         self._routes = routes(look.ways, plan.parts)
-        self._ways = {route.number: route.ways for start in self._routes for route in start.walk()}
-        self._examples = [sight.examples for sight in look.sights]
+        every = {route.number: route for start in self._routes for route in start.walk()}
+        self._ways = {number: route.ways for number, route in every.items()}
         # Several stages of a rank are given the same tensors, and each of them changes these in place.
-        self._writes = [
+        writes = [
             {value.key[1] for value in one.values if value.origin is Origin.INPUT and value.is_written}
             for one in look.ways.recordings
         ]
+        self._written = {
+            number: frozenset().union(*(writes[way] for way in route.ways)) for number, route in every.items()
+        }
 
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
         start, known = time.perf_counter(), self._templates.count
         values = () if self._stage == 0 else self._joined(received)
         self._drawn = drawn() if self._draws else 0
-        said = Said([values[slot] for slot in self._plan.said])
+        said = Said([values[slot] for slot in self._plan.said]) if self._plan.said else None
         if self._is_given:
-            way, named = self._look.kinds.like(self._stage, self._named(received, inputs))
-            route = self._routes[way]
+            given = Given(received if self._stage == 0 else (), inputs)
+            entry = self._entries.of(given)
+            route, named = self._routes[entry.way], entry.named(given)
+            if self._shares_inputs:
+                self._check_gradients(given.tensors, named)
         else:
             route = self._told(said)
             slots = route.part.takes.get(INPUTS, {})
             example = self._look.kinds.examples[route.ways[0]]
+            entry = Entry.of_example(self._look.inputs, route.ways[0], example)
             named = replaced(example, {index: values[slot] for index, slot in slots.items()})
-        self._check_gradients(named)
-        written = set().union(*(self._writes[way] for way in route.ways))
+        written = self._written[route.number]
         if written:
             copies = {number: one.clone() for number, one in enumerate(tensors_in(named)) if number in written}
             named = replaced(named, copies)
-        glue = StageGlue(
-            route,
-            self._examples,
-            values,
-            self._plan.outputs,
-            self._absence,
-            self._templates,
-            self._control.shadows,
-            measures=self._measures,
-        )
-        self._give_inputs(glue, named)
-        # Code that takes something out of a list or dict does so in its own, in each stage and microbatch.
-        named = {name: with_tensors(value, tensors_in(value), anew=True) for name, value in named.items()}
-        args, kwargs = self._look.inputs.call(named)
+        glue, sent = self._glue, self._glue.begin(route, values)
+        self._give_inputs(route, named, sent)
+        args, kwargs = entry.call(named)
         result = None
-        ambient = torch.is_grad_enabled(), torch.get_default_dtype()
+        enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         kept = self._flags.keep() if self._flags is not None else None
         try:
             with self._control.running(glue):
@@ -116,12 +121,15 @@ class StageForward:
             self._check_route(glue.route, said)  # what failed may have been made in another way
             raise
         finally:
+            glue.end()
             self._absence.forget()
-            torch.set_grad_enabled(ambient[0])
-            torch.set_default_dtype(ambient[1])
+            if torch.is_grad_enabled() != enabled:
+                torch.set_grad_enabled(enabled)
+            if torch.get_default_dtype() != dtype:
+                torch.set_default_dtype(dtype)
         self._check_route(glue.route, said)
         if not self._plan.is_last:
-            result = self._outputs(glue)
+            result = self._outputs(glue.route, sent)
         if self._templates.count == known:
             self.forwards += 1
             seconds = time.perf_counter() - start
@@ -129,32 +137,26 @@ class StageForward:
             self.glue_seconds += seconds - glue.unit_seconds
         return result
 
-    def _named(self, received: Sequence[Any], inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The inputs that this rank was given, by name."""
-        return self._look.inputs.joined(received, inputs) if self._stage == 0 else inputs
-
-    def _check_gradients(self, named: Mapping[str, Any]) -> None:
-        """Where every stage is given the inputs, each has a part of their gradients, and nobody the sum."""
-        if not self._everywhere or (self._plan.is_last and self._stage == 0) or not torch.is_grad_enabled():
-            return
-        odd = [name for name, value in named.items() if any(one.requires_grad for one in tensors_in(value))]
-        if odd:
+    def _check_gradients(self, tensors: Sequence[torch.Tensor], named: Mapping[str, Any]) -> None:
+        odd = [one for one in tensors if one.requires_grad]
+        if odd and torch.is_grad_enabled():
+            name = next(name for name, value in named.items() if any(one is odd[0] for one in tensors_in(value)))
             raise StageUsageError(
-                f'the input {odd[0]!r} requires a gradient, of which each stage would have a part: split with inputs="first",'
+                f'the input {name!r} requires a gradient, of which each stage would have a part: split with inputs="first",'
                 " where the first stage's rank has all of it, or detach it"
             )
 
-    def _told(self, said: Said) -> Route:
+    def _told(self, said: Said | None) -> Route:
         """Of what kind the inputs are that only the first stage was given."""
-        ways = [self._ways[number] for number, _ in said.numbers()] or [(0,)]
-        return self._routes[ways[0][0]]
+        number = 0 if said is None else self._ways[said.numbers()[0][0]][0]
+        return self._routes[number]
 
-    def _give_inputs(self, glue: StageGlue, named: Mapping[str, Any]) -> None:
+    def _give_inputs(self, route: Route, named: Mapping[str, Any], sent: list[torch.Tensor | None]) -> None:
         """Send what the model is given, as it is before its code may change it."""
-        gives = glue.route.part.gives.get(INPUTS, ())
+        gives = route.part.gives.get(INPUTS, ())
         tensors = list(tensors_in(named)) if gives else []
         for index, output, is_copied in gives:
-            glue.sent[output] = tensors[index].clone() if is_copied else tensors[index]
+            sent[output] = tensors[index].clone() if is_copied else tensors[index]
 
     def _end(self, glue: StageGlue, result: Any) -> None:
         """The forward has returned."""
@@ -171,8 +173,10 @@ class StageForward:
                 " example for this way too (ways=), or make what decides part of a unit (units=)"
             )
 
-    def _check_route(self, route: Route, said: Said) -> None:
+    def _check_route(self, route: Route, said: Said | None) -> None:
         """Refuse to go on with what another stage made where it went another way."""
+        if said is None:
+            return
         for number, drawn_there in said.numbers():
             if drawn_there != self._drawn or not set(self._ways[number]).intersection(route.ways):
                 raise StageUsageError(
@@ -180,14 +184,14 @@ class StageForward:
                     " forward goes on, such as a random number of Python's, must be the same on every rank"
                 )
 
-    def _outputs(self, glue: StageGlue) -> tuple[torch.Tensor, ...]:
+    def _outputs(self, route: Route, sent: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         """What was made, and emptiness in place of what is not made in this way."""
         device = self._absence.device
-        outputs = [torch.empty(0, device=device) if one is None else one for one in glue.sent]
+        outputs = [torch.empty(0, device=device) if one is None else one for one in sent]
         if self._plan.says is not None:
-            outputs[self._plan.says] = torch.tensor([glue.route.number, self._drawn], device=device)
+            outputs[self._plan.says] = torch.tensor([route.number, self._drawn], device=device)
         if self._plan.marks is not None:
-            marks, outputs = sent(outputs, device)
+            marks, outputs = marked(outputs, device)
             outputs[self._plan.marks] = marks
         return tuple(outputs)
 

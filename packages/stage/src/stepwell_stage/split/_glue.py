@@ -15,13 +15,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from .._compat import current_function_mode
+from .._compat import pop_function_mode, push_function_mode
 from ..exceptions import StageUsageError
 from ._absent import BY_SHAPE, HOOKS, Absence, NeedsDataError
 from ._frames import is_asked_by_model, source_line
-from ._leaves import tensors_in, with_tensors
+from ._leaves import Given, tensors_in, with_tensors
 from ._questions import FOLLOWED, MEASURES, UNTOLD
-from ._templates import Example, Given, Templates
+from ._templates import Example, Templates
 from ._ways import Route
 
 # What every tensor has; reading it computes nothing. The others give tensors.
@@ -83,17 +83,19 @@ class Glue(TorchFunctionMode):
         self, name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """One call of a unit. What happens meanwhile is not seen."""
-        if current_function_mode() is not self:
+        seeing = pop_function_mode()
+        if seeing is not self:
+            if seeing is not None:
+                push_function_mode(seeing)
             raise StageUsageError(
                 f"unit {name!r} is called under a torch function mode that the model's own forward entered, so its operations"
                 " cannot be told from glue: enter the mode around the step instead"
             )
         self.inside = True
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return self.unit_call(name, module, call, args, kwargs)
         finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            push_function_mode(self)
             self.inside = False
 
     def unit_call(
@@ -104,13 +106,11 @@ class Glue(TorchFunctionMode):
 
 
 class StageGlue(Glue):
-    """Glue as one stage runs it, for one microbatch.
+    """Glue as one stage runs it, for one microbatch after the other. Mutable: the microbatch's.
 
     Args:
-        route: what the stage does.
         examples: of each way, for units that decide by data, by the number of the call: what it took and gave.
-        received: the stage's inputs.
-        outputs: how many it has.
+        outputs: how many the stage has.
         absence: makes absent tensors.
         templates: what units of other stages return.
         shadows: of the stage's own units, what other stages have in their place.
@@ -118,15 +118,12 @@ class StageGlue(Glue):
 
     Attributes:
         route: of the ways, those that it may still be.
-        sent: the stage's outputs; None: not made.
         unit_seconds: how long its own units took.
     """
 
     def __init__(
         self,
-        route: Route,
         examples: Sequence[Mapping[int, Example]],
-        received: Sequence[torch.Tensor],
         outputs: int,
         absence: Absence,
         templates: Templates,
@@ -135,15 +132,37 @@ class StageGlue(Glue):
         measures: bool,
     ) -> None:
         super().__init__()
-        self.route = route
-        self.sent: list[torch.Tensor | None] = [None] * outputs
+        self.route: Route
+        self._sent: list[torch.Tensor | None]
         self.unit_seconds = 0.0
+        self._received: Sequence[torch.Tensor]
         self._examples = examples
-        self._received = received
+        self._outputs = outputs
         self._absence = absence
         self._templates = templates
         self._shadows = shadows
         self._measures = measures
+
+    def begin(self, route: Route, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Another microbatch.
+
+        Args:
+            route: what the stage does.
+            received: the stage's inputs.
+
+        Returns:
+            The stage's outputs, as they are made.
+        """
+        self.count = 0
+        self.route = route
+        self._sent = [None] * self._outputs
+        self.unit_seconds = 0.0
+        self._received = received
+        return self._sent
+
+    def end(self) -> None:
+        """Let go of the microbatch's tensors."""
+        self._sent, self._received = [], ()
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
@@ -231,7 +250,7 @@ class StageGlue(Glue):
         self.count += 1
         gives = route.part.gives.get(number)
         if gives is not None:
-            leaves = list(tensors_in(out))
+            leaves = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
             for index, output, is_copied in gives:
                 tensor = leaves[index]
                 if self._absence.is_absent(tensor):
@@ -239,7 +258,7 @@ class StageGlue(Glue):
                         f"{name!r} is to be sent, but this stage did not compute it: a forward went another way than the"
                         " example's; split with an example for this way too (ways=)"
                     )
-                self.sent[output] = tensor.clone() if is_copied else tensor
+                self._sent[output] = tensor.clone() if is_copied else tensor
         if route.last is not None and number >= route.last:
             raise DoneError
 

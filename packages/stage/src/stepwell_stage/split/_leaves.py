@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -138,6 +138,26 @@ def structure(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Ha
         return (kind, *[structure(getattr(value, name, None), tensors, objects) for name in names])
     objects.append(value)
     return (kind,)
+
+
+class Given:
+    """What a unit or a function is given, looked through once.
+
+    Attributes:
+        args: positional.
+        kwargs: by name.
+        tensors: in both, in order.
+        objects: what in both is neither a tensor, nor plain, nor a container of such.
+        structure: the rest.
+    """
+
+    __slots__ = ("args", "kwargs", "objects", "structure", "tensors")
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self.structure = structure((args, kwargs) if kwargs else args, self.tensors, self.objects)
 
 
 def signature(value: Any, *, exact: bool) -> Hashable:

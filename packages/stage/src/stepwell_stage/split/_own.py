@@ -60,7 +60,8 @@ class Control:
         vars(root)["train"] = functools.update_wrapper(functools.partial(self._train, root.train), root.train)
         self.hide()
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Put it there."""
         for place, what in self._hidden:
             place.update(what)
 
@@ -73,7 +74,7 @@ class Control:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Meanwhile what is absent is there."""
-        self._show()
+        self.show()
         try:
             yield
         finally:
@@ -91,8 +92,7 @@ class Control:
         self._training = self.root.training
         return model
 
-    @contextlib.contextmanager
-    def running(self, glue: Glue) -> Iterator[None]:
+    def running(self, glue: Glue) -> _Running:
         """Likewise; and units ask ``glue``."""
         if self._training != self.root.training:
             self._training = self.root.training
@@ -100,14 +100,27 @@ class Control:
                 unit.train(self._training)
         for source, key, place, name in self._shared:
             place[name] = source[key]
-        self.glue = glue
-        self._show()
-        try:
-            with glue:
-                yield
-        finally:
-            self.glue = None
-            self.hide()
+        return _Running(self, glue)
+
+
+class _Running:
+    """What :meth:`Control.running` gives: no generator, for it is entered in every forward."""
+
+    __slots__ = ("_control", "_glue")
+
+    def __init__(self, control: Control, glue: Glue) -> None:
+        self._control = control
+        self._glue = glue
+
+    def __enter__(self) -> None:
+        self._control.show()
+        self._control.glue = self._glue
+        self._glue.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self._glue.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._control.glue = None
+        self._control.hide()
 
 
 def copy_structure(

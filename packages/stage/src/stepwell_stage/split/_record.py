@@ -18,12 +18,12 @@ from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
 from ._frames import Enclosing, enclosing, source_line
 from ._glue import Glue, check_told
-from ._leaves import contents, hidden_in, shown_by, tensors_in, with_tensors
+from ._leaves import Given, contents, hidden_in, shown_by, tensors_in, with_tensors
 from ._needs import needing
 from ._poison import UnitState
 from ._questions import FOLLOWED
 from ._state import DRAWN, Flags
-from ._templates import Effects, Example, Given, Known, Templates, check_content
+from ._templates import Effects, Example, Known, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
 from ._watch import Draws, Inside, Made
 
@@ -282,10 +282,11 @@ class Recorder(Glue):
         around = enclosing(self._outside)
         self._regions_of_calls.append(self._region(around))
         self._check_plain(name, given)
+        inside = Inside(name, self._inside, functools.partial(self._check_taken, name, module, (args, kwargs), set()))
         if self._templates is None:
             start = time.perf_counter()
             before, content = versions(given), contents((args, kwargs))
-            with Inside(name, self._inside):
+            with inside:
                 out = self._plain.call(name, module, (args, kwargs), functools.partial(call, *args, **kwargs))
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             check_content(name, content, out)
@@ -300,7 +301,7 @@ class Recorder(Glue):
                 return templates.known(name, module, call, Given(args, kwargs))
 
             try:
-                with Inside(name, self._inside):
+                with inside:
                     known = self._plain.call(name, module, (args, kwargs), made)
             except StageUsageError:
                 raise
@@ -376,6 +377,33 @@ class Recorder(Glue):
                     f"the forward uses {what} outside of unit {unit!r}, which changes it, and stages that do not have this unit"
                     " have it as it was: return it from the unit, or make the module that uses it a unit (units=)"
                 )
+
+    def _check_taken(
+        self, unit: str, module: nn.Module, given: Any, known: set[int], taken: Sequence[torch.Tensor]
+    ) -> None:
+        """What a unit uses it is given, or has: what it finds elsewhere, stages that do not run what made it have not."""
+        odd = [tensor for tensor in taken if id(tensor) not in known and self._origin_of(unit, tensor)]
+        if odd and not known:
+            known.update(map(id, (*shown_by(given), *module.parameters(), *module.buffers())))
+        for tensor in odd:
+            if id(tensor) not in known:
+                raise StageUsageError(
+                    f"unit {unit!r} uses {self._origin_of(unit, tensor)}, which it is not given, but finds elsewhere, such as in"
+                    f" an attribute of another module ({source_line('the forward')}): pass it to the unit, or make the module that"
+                    " holds both a unit (units=)"
+                )
+
+    def _origin_of(self, unit: str, tensor: torch.Tensor) -> str:
+        """Where a tensor comes from that is in no module's buffers, in words; "" where a unit has made it itself."""
+        made, maker = self._inside.get(id(tensor), (None, unit))
+        if made is not None and made() is tensor:
+            return "" if maker == unit else f"a tensor that unit {maker!r} makes"
+        seen = self._seen.get(id(tensor))
+        if seen is None or seen.tensor is not tensor:
+            return ""
+        value = self._values[seen.position]
+        names = {Origin.HELD: repr(value.name), Origin.INPUT: f"the input {value.name!r}"}
+        return names.get(value.origin, "a tensor that is made between units")
 
     def _check_plain(self, name: str, given: Sequence[torch.Tensor]) -> None:
         if any(map(is_transformed, given)):

@@ -14,7 +14,7 @@ from torch import nn
 from .._compat import is_own_attribute
 from ..exceptions import StageUsageError
 from ._absent import Absence, memory_of, versions
-from ._leaves import contents, shown_by, structure, tensors_in, with_tensors
+from ._leaves import Given, contents, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
 from ._state import plain_in
 
@@ -55,26 +55,6 @@ class Effects:
             tuple(number for number, now in enumerate(versions(given)) if now != before[number]),
             tuple(number if number < len(given) + index else None for index, number in enumerate(shared)),
         )
-
-
-class Given:
-    """What a unit or a function is given, looked through once.
-
-    Attributes:
-        args: positional.
-        kwargs: by name.
-        tensors: in both, in order.
-        objects: what in both is neither a tensor, nor plain, nor a container of such.
-        structure: the rest.
-    """
-
-    __slots__ = ("args", "kwargs", "objects", "structure", "tensors")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        self.tensors: list[torch.Tensor] = []
-        self.objects: list[Any] = []
-        self.structure = structure((args, kwargs), self.tensors, self.objects)
 
 
 _NONE = Effects((), ())
@@ -175,9 +155,10 @@ class Templates:
             needs = (torch.is_grad_enabled(), *[tensor.requires_grad for tensor in given.tensors])
         kind = self._absence.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        looks = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in given.tensors]
-        kept = [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
-        return (name, which, example, autocast, needs, given.structure, *looks, *kept)
+        looks: list[Hashable] = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in given.tensors]
+        if given.objects:
+            looks += [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
+        return (name, which, example, autocast, needs, given.structure, *looks)
 
     def _keep(self, key: Hashable, known: Known) -> Known:
         if len(self._known) >= _MOST:  # a number among what units are given may be another each time
@@ -221,6 +202,7 @@ class Known:
         self._kept = [leaf.detach() for leaf in leaves]
         self._leaves = [self._leaf(number) if self._needs[number] else leaf for number, leaf in enumerate(leaves)]
         self._versions = versions(self._leaves)
+        self._is_one = isinstance(result, torch.Tensor)
         self._result = with_tensors(result, iter(self._leaves))
 
     def result(self, *, anew: bool = False) -> Any:
@@ -230,7 +212,7 @@ class Known:
             if anew or now[number] != self._versions[number] or leaf.requires_grad != self._needs[number]:
                 leaf = self._leaves[number] = self._leaf(number)
                 (self._versions[number],) = versions([leaf])
-        return with_tensors(self._result, iter(self._leaves), anew=True)
+        return self._leaves[0] if self._is_one else with_tensors(self._result, iter(self._leaves), anew=True)
 
     def _leaf(self, number: int) -> torch.Tensor:
         leaf = torch.empty_like(self._kept[number])

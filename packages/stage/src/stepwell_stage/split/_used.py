@@ -4,7 +4,7 @@ Links carry a gradient for every value that may have one, zeros where there is n
 comes. But a parameter whose gradient is zeros is one that an optimizer with momentum or weight decay moves, and one without a
 gradient is not. So one more small value goes along, marks, whose own gradient says it, by the number of the output::
 
-    sender    v0, v1 ──▶ sent ──▶ v0, v1, marks        backward: v1 was not marked, so nothing goes on from there
+    sender    v0, v1 ──▶ marked ─▶ v0, v1, marks       backward: v1 was not marked, so nothing goes on from there
     taker     v0, v1, marks ──▶ taken ──▶ v0, v1       backward: v0 has a gradient, v1 has none: marks get (1, 0)
 
 Marks of several takers are added up, as gradients are.
@@ -47,7 +47,7 @@ class _Taken(torch.autograd.Function):
         return (None, marks, *grads)
 
 
-def sent(values: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def marked(values: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The marks of a stage's outputs, and these outputs, joined to them."""
     marks = torch.zeros(len(values), device=device)
     numbers = [number for number, value in enumerate(values) if value.requires_grad]
