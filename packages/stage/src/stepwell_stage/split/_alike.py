@@ -25,7 +25,7 @@ from torch import nn
 from ..run._announce import SLOTS
 from ..run._microbatch import Batch
 from ._inputs import Inputs
-from ._leaves import signature, tensors_in, with_tensors
+from ._leaves import structure, tensors_in
 
 _MOST = 4096  # elements of one input that are looked at
 _LEAST = 64  # likewise of each of its tensors
@@ -175,10 +175,9 @@ def _look(value: Any) -> int:
     tensors = list(map(_look, tensors_in(value)))
     if type(value) is list and len(tensors) == len(value):
         return _crc(tensors)
-    try:
-        return _crc((signature(with_tensors(value, itertools.repeat("a tensor")), exact=True), tensors))
-    except TypeError:  # objects of other kinds are not compared
-        return _crc(tensors)
+    objects: list[Any] = []
+    look = structure(value, [], objects)
+    return _crc(tensors if objects else (look, tensors))  # objects of other kinds are not compared
 
 
 @functools.lru_cache(4096)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..exceptions import StageUsageError
-from ._leaves import signature, tensors_in, with_tensors
+from ._leaves import structure, tensors_in, with_tensors
 
 # What ``Executor.step`` and ``eval`` call their own arguments.
 TAKEN = frozenset(("target", "losses", "return_outputs", "arg_mbs", "kwarg_mbs", "target_mbs"))
@@ -31,11 +30,16 @@ class Inputs:
     One of ``*args`` is called by the parameter's name and its place, as in ``args.0``; one that is called as an argument of the
     executor's own has a ``_`` behind its name.
 
+    Args:
+        model: the model.
+        positional: how many of them it is given by position, which hooks may go by.
+
     Attributes:
         defaults: of those that may be left out.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, positional: int = 0) -> None:
+        self._positional = positional
         self._signature = inspect.signature(model.forward)
         self._model = type(model).__name__
         self.defaults = {
@@ -87,12 +91,13 @@ class Inputs:
             for name, parameter in self._signature.parameters.items()
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL
         }
-        for name, parameter in self._signature.parameters.items():
+        for number, (name, parameter) in enumerate(self._signature.parameters.items()):
+            by_position = any(rows.values()) or number == len(args) < self._positional
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 args += rows[name]
             elif name in kwargs and (
                 parameter.kind is inspect.Parameter.POSITIONAL_ONLY
-                or (parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and any(rows.values()))
+                or (parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and by_position)
             ):
                 args.append(kwargs.pop(name))
         return args, kwargs
@@ -233,10 +238,9 @@ def _held(named: Mapping[str, Any]) -> frozenset[str]:
 
 def _look(value: Any) -> Hashable:
     """What of an input is no tensor. Objects of other kinds are what they are."""
-    try:
-        return signature(with_tensors(value, itertools.repeat("a tensor")), exact=True)
-    except TypeError:
-        return id(value)
+    objects: list[Any] = []
+    look = structure(value, [], objects)
+    return id(value) if objects else look
 
 
 def _row(names: Iterable[str]) -> str:

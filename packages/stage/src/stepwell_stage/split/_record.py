@@ -389,12 +389,12 @@ class Recorder(Glue):
             if id(tensor) not in known:
                 raise StageUsageError(
                     f"unit {unit!r} uses {self._origin_of(unit, tensor)}, which it is not given, but finds elsewhere, such as in"
-                    f" an attribute of another module ({source_line('the forward')}): pass it to the unit, or make the module that"
-                    " holds both a unit (units=)"
+                    f" an attribute of another module ({source_line('the forward')}): pass it to the unit, or make the module"
+                    " that holds both a unit (units=)"
                 )
 
     def _origin_of(self, unit: str, tensor: torch.Tensor) -> str:
-        """Where a tensor comes from that is in no module's buffers, in words; "" where a unit has made it itself."""
+        """Where a tensor comes from, in words; "" where a unit has made it itself."""
         made, maker = self._inside.get(id(tensor), (None, unit))
         if made is not None and made() is tensor:
             return "" if maker == unit else f"a tensor that unit {maker!r} makes"
@@ -402,6 +402,8 @@ class Recorder(Glue):
         if seen is None or seen.tensor is not tensor:
             return ""
         value = self._values[seen.position]
+        if value.name == _UNKNOWN and not value.parents:  # a constant of the model, which is in no module's buffers
+            return ""
         names = {Origin.HELD: repr(value.name), Origin.INPUT: f"the input {value.name!r}"}
         return names.get(value.origin, "a tensor that is made between units")
 

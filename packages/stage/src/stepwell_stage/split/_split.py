@@ -25,6 +25,7 @@ from ._demand import Crossing, Demand, demand
 from ._fingerprint import fingerprint
 from ._forward import StageForward
 from ._hold import Holding, hold
+from ._hooked import with_hooks
 from ._inputs import Inputs, Kinds
 from ._look import Look, branches, look_at, look_for, look_in_other_modes
 from ._loss import check_loss
@@ -134,8 +135,8 @@ class ModelSplit:
             control=control,
             absence=absence,
         )
-        plain = module.forward
-        vars(module)["forward"] = functools.update_wrapper(functools.partial(_run, run, plain), plain)
+        plain, hooked = module.forward, with_hooks(module)
+        vars(module)["forward"] = functools.update_wrapper(functools.partial(_run, run, hooked), plain)
         vars(module)[_STAGE] = run
         self._modules[stage] = module
         return module
@@ -281,8 +282,9 @@ def split(
     Raises:
         StageUsageError: the model cannot be cut so; says why, and what to change.
     """
-    taken = Inputs(model)
-    named = [taken.named(*_arguments(one)) for one in (example, *ways)]
+    given_each = [_arguments(one) for one in (example, *ways)]
+    taken = Inputs(model, positional=min(len(args) for args, _ in given_each))
+    named = [taken.named(args, kwargs) for args, kwargs in given_each]
     if inputs not in ("every", "first"):
         raise StageUsageError(f"inputs must be 'every' or 'first', got {inputs!r}")
     kinds = Kinds(taken, named, everywhere=inputs == "every")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,12 +23,14 @@ class Inside(TorchFunctionMode):
     Args:
         unit: its name.
         made: where they are put, by identity.
+        check: is called with the tensors that each operation takes.
     """
 
-    def __init__(self, unit: str, made: Made) -> None:
+    def __init__(self, unit: str, made: Made, check: Callable[[Sequence[torch.Tensor]], None]) -> None:
         super().__init__()
         self._unit = unit
         self._made = made
+        self._check = check
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -38,6 +40,7 @@ class Inside(TorchFunctionMode):
         if func.__name__ == "__set__" and func.__self__.__name__ != "data":  # type: ignore[attr-defined]
             return func(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(kwargs)]
+        self._check(given)
         before = versions(given)
         out = func(*args, **kwargs)
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
