@@ -25,11 +25,12 @@
 * ``torch._subclasses.fake_tensor`` (seen in 2.13): tensors without data, and the errors of those who look for it; and the log of
   that name, where torch says with a traceback what operation it could not run on them. Without it there is no
   :func:`stepwell_stage.split`.
-* ``_pop_torch_function_stack``, ``_push_on_torch_function_stack`` and ``_len_torch_function_stack`` of ``torch._C`` (seen in 2.13):
-  which function mode sees an operation first, and what takes it away for the time of a unit. Without them there is no
+* ``_len_torch_function_stack``, ``_pop_torch_function_stack`` and ``_push_on_torch_function_stack`` of ``torch._C`` (seen in
+  2.13): which function mode sees an operation first, and what takes it away for the time of a unit. Without them there is no
   :func:`stepwell_stage.split` either.
 * ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise.
 * ``torch._C._functorch.is_functorch_wrapped_tensor`` (seen in 2.13): whether a tensor is in a transform such as vmap. Likewise.
+* ``_is_param`` of tensors (seen in 2.13): what makes a tensor of another class than torch's own a parameter. Likewise.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
   torch itself does not work without it either.
 
@@ -90,6 +91,7 @@ __all__ = [
     "is_torch_stage_name",
     "is_transformed",
     "join_torch_stages",
+    "mark_as_parameter",
     "non_leaf",
     "plain_name",
     "pop_function_mode",
@@ -148,6 +150,11 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is within a transform of ``torch.func``, such as vmap."""
     found: bool = is_functorch_wrapped_tensor(tensor)
     return found
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Let a tensor of another class than torch's own be an ``nn.Parameter``."""
+    tensor._is_param = True
 
 
 def is_profiling() -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode
+from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode, mark_as_parameter
 from ._frames import source_line
 from ._leaves import tensors_in, with_tensors
 from ._needs import needing
@@ -78,10 +78,10 @@ class Absence:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """An absent tensor that looks like this one, without grad."""
         device = self.device if tensor.device.type == "meta" else tensor.device
+        if tensor.layout is torch.strided:
+            return look_alike(tensor, self.mode, device)
         with self.mode:
-            if tensor.layout is not torch.strided:
-                return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Likewise one that needs a gradient if this one does."""
@@ -93,7 +93,10 @@ class Absence:
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Likewise for a module: a parameter stays one."""
         absent = self.of(tensor)
-        return nn.Parameter(absent, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else absent
+        if isinstance(tensor, nn.Parameter):
+            absent.requires_grad_(tensor.requires_grad)
+            mark_as_parameter(absent)
+        return absent
 
     def forget(self) -> None:
         """Of the tensors of a forward that is over."""
@@ -154,6 +157,12 @@ class Absence:
         if back and any(id(leaf) in back for leaf in tensors_in(out)):  # what it was given
             return with_tensors(out, (back.get(id(leaf), leaf) for leaf in tensors_in(out)))
         return out
+
+
+def look_alike(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """An absent tensor of the same shape, strides and dtype, as the mode would make it; not by asking it, for there are many."""
+    meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, meta, device)
 
 
 def reads(name: str, args: tuple[Any, ...]) -> bool:

@@ -160,19 +160,6 @@ class Given:
         self.structure = structure((args, kwargs) if kwargs else args, self.tensors, self.objects)
 
 
-def signature(value: Any, *, exact: bool) -> Hashable:
-    """:func:`structure`, where there are no objects of other kinds.
-
-    Raises:
-        TypeError: there are.
-    """
-    objects: list[Any] = []
-    found = structure(value, [], objects)
-    if objects and exact:
-        raise TypeError(f"a {type(objects[0]).__name__} has no signature")
-    return found
-
-
 def _rebuilt(value: Any, tensors: Iterator[Any], *, anew: bool) -> Any:
     if isinstance(value, tuple):
         items = [with_tensors(item, tensors, anew=anew) for item in value]

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN_TYPES = frozenset(_PLAIN)
+_ROWS = frozenset((dict, OrderedDict, list, tuple))
 _CODE = (
     type,
     types.ModuleType,
@@ -64,6 +66,8 @@ def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
             held += inside.items()
             value = inside
     for key, one in held:
+        if type(one) in _ROWS and not one:  # as most of a module's tables are
+            continue
         path = f"{name}.{key}" if name else str(key)
         now = _as_plain(one)
         if now is not _NOT_PLAIN:
@@ -77,7 +81,7 @@ _NOT_PLAIN = object()
 
 def _as_plain(value: Any) -> Any:
     """A value that can be compared later on, of what is looked at as a whole."""
-    if isinstance(value, (*_PLAIN, torch.Tensor)):
+    if type(value) in _PLAIN_TYPES or isinstance(value, (*_PLAIN, torch.Tensor)):
         return value
     if isinstance(value, random.Random):
         return value.getstate()
@@ -122,7 +126,9 @@ def drawn() -> int:
     return zlib.crc32(repr(states).encode())
 
 
-_DRAWING = threading.RLock()  # the generators are the process's: what one thread takes back, another would take for draws
+_DRAWING = (
+    threading.RLock()
+)  # the generators are the process's: what one thread takes back, another would take for draws
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ import attrs
 import torch
 from torch import nn
 
-from .._compat import is_own_attribute
+from .._compat import FakeTensor, is_own_attribute
 from ..exceptions import StageUsageError
-from ._absent import Absence, memory_of, versions
+from ._absent import Absence, look_alike, memory_of, versions
 from ._leaves import Given, contents, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
 from ._state import plain_in
@@ -215,7 +215,11 @@ class Known:
         return self._leaves[0] if self._is_one else with_tensors(self._result, iter(self._leaves), anew=True)
 
     def _leaf(self, number: int) -> torch.Tensor:
-        leaf = torch.empty_like(self._kept[number])
+        kept = self._kept[number]
+        if isinstance(kept, FakeTensor) and kept.layout is torch.strided:
+            leaf = look_alike(kept, kept.fake_mode, kept.device)
+        else:
+            leaf = torch.empty_like(kept)
         return needing(leaf) if self._needs[number] else leaf
 
     def check(self, name: str, result: Any, *, needs: bool, shapes: bool) -> None:
