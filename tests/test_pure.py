@@ -41,6 +41,7 @@ PURE = {
         "split/_units.py",
         "split/_values.py",
         "split/_demand.py",
+        "split/_least.py",
         "split/_place.py",
         "split/_ways.py",
     ],

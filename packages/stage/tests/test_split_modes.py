@@ -91,7 +91,7 @@ def test_a_model_on_the_meta_device(threads: Callable[..., Any]) -> None:
 
 
 class Modes(nn.Module):
-    """A head for training alone, which takes an early value, and a norm of results for evaluation alone."""
+    """A head for training alone, which takes an early value; for evaluation alone a norm of results, and another value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,12 +100,11 @@ class Modes(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        early = x
-        for number, block in enumerate(self.blocks):
+        made = []
+        for block in self.blocks:
             x = block(x)
-            if number == 0:
-                early = x
-        return self.head(x) + self.early(early) if self.training else self.polish(self.head(x) * early.mean())
+            made.append(x)
+        return self.head(x) + self.early(made[0]) if self.training else self.polish(self.head(x) * made[1].mean())
 
 
 @pytest.mark.parametrize("inputs", ["every", "first"])

@@ -268,8 +268,8 @@ def test_shapes_that_depend_on_data_need_dynamic_stages(threads: Callable[..., A
     class Masked(Row):
         def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
             kept = x[:, 0] > 0
-            x = self.layers[1](self.layers[0](x))
-            return self.layers[3](self.layers[2](x[kept])).square().sum()
+            x = self.layers[1](self.layers[0](x)[kept])
+            return self.layers[3](self.layers[2](x)).square().sum()
 
     x = torch.cat([X.abs(), -X.abs()[:4], X.abs()[:2]])
     model = Masked()

@@ -2,7 +2,7 @@
 
 A stage needs what its units take, what it returns if it is the last, and what Python looks at before it is done. A value is
 *real* there if it is given, comes from one of its units, or is computed by glue from real values alone. What is needed and
-not real is taken from an earlier stage where it is real, or computed from values that are: whichever moves fewer bytes.
+not real is taken from earlier stages where it is real, or computed from values that are: the fewest bytes in all (`_least`).
 
 Where a forward may go several ways, all of this is so in each. What ways share crosses in all of them if it crosses in one, for
 neither who sends it nor who takes it can know yet which way it is. After that each way has its own values on the same wires.
@@ -10,7 +10,7 @@ neither who sends it nor who takes it can know yet which way it is. After that e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 import attrs
@@ -18,6 +18,7 @@ import attrs
 from stepwell_p2p._placement import Wire
 
 from ..exceptions import StageUsageError
+from ._least import least
 from ._values import INPUTS, MARKS, ROUTE, TOKEN, Key, Origin, Recording, Value
 from ._ways import Part, Place, Ways, allot, stop
 
@@ -153,6 +154,11 @@ class _Needs:
         self.ranks = ranks
         self.inputs_everywhere = inputs_everywhere
         self.barriers = [self._barriers(way) for way in range(len(owners))]
+        self.held: dict[str, Place] = {}  # parameters and buffers that glue reads, by name: the first place
+        for way, recording in enumerate(ways.recordings):
+            for position, value in enumerate(recording.values):
+                if value.origin is Origin.HELD:
+                    self.held.setdefault(value.name, (way, position))
 
     def _barriers(self, way: int) -> list[float]:
         """For each stage the number that it cannot reach, since Python looks there at what a later stage makes."""
@@ -212,10 +218,7 @@ class _Solution:
         self.receives.append({})
         self.sends.append({})
         self.ends.append([self._least(stage, way) for way in self.every])
-        real = self._all_real(stage)
-        costs = [self._costs(stage, way, mine) for way, mine in enumerate(real)]
-        for value, why in needed.items():
-            self._take(stage, value, why, real, costs)
+        self._take(stage, needed)
         self.real.append(self._all_real(stage))
         several = len(self.every) > 1 or any(recording.draws for recording in self.ways.recordings)
         if stage and not self.receives[stage]:
@@ -315,6 +318,11 @@ class _Solution:
     def _first(self, place: Place) -> Place:
         return self._same(place)[0]
 
+    def _node(self, place: Place) -> Place:
+        """What stands for a value in all ways: of what is held the first that has its name."""
+        value = self._value(place)
+        return self.needs.held[value.name] if value.origin is Origin.HELD else self._first(place)
+
     def _all_real(self, stage: int) -> list[list[bool]]:
         """Which values are real on a stage, with what it holds and takes, in each way."""
         return [self._real(stage, way) for way in self.every]
@@ -336,22 +344,6 @@ class _Solution:
             else:
                 real.append(all(real[parent] for parent in value.parents))
         return real
-
-    def _costs(self, stage: int, way: int, real: Sequence[bool]) -> list[float]:
-        """Bytes to move so that a value is real here."""
-        costs: list[float] = []
-        for position, value in enumerate(self.ways.recordings[way].values):
-            if real[position]:
-                costs.append(0)
-                continue
-            sent = value.nbytes if self._source(stage, (way, position)) is not None else inf
-            if value.origin is Origin.HELD:
-                costs.append(value.nbytes)
-            elif self._is_computed(stage, (way, position)):
-                costs.append(min(sent, sum(costs[parent] for parent in value.parents)))
-            else:
-                costs.append(sent)
-        return costs
 
     def _source(self, stage: int, place: Place) -> int | None:
         """The stage to take a value from: one on the same rank, else the nearest that has it without running on for it."""
@@ -376,44 +368,77 @@ class _Solution:
         same_rank = self.needs.ranks[stage]
         return max(having, key=lambda earlier: (self.needs.ranks[earlier] == same_rank, not runs_on(earlier), earlier))
 
-    def _take(
-        self, stage: int, wanted: Place, why: str, real: Sequence[list[bool]], costs: Sequence[Sequence[float]]
-    ) -> None:
-        """Take a value from another stage, or what it is computed from."""
-        todo = [wanted]
-        while todo:
-            place = todo.pop()
-            way, position = place
-            if real[way][position]:
+    def _take(self, stage: int, needed: Mapping[Place, str]) -> None:
+        """Take values from other stages, so that what is needed is here or can be computed."""
+        real = self._all_real(stage)
+        wanted = {self._node(place): why for place, why in needed.items() if not real[place[0]][place[1]]}
+        sizes: dict[Place, float] = {}
+        parents: dict[Place, list[Place] | None] = {}
+        todo = list(wanted)
+        for node in todo:
+            if node in parents:
                 continue
-            value = self._value(place)
-            source = self._source(stage, place)
-            is_computed = self._is_computed(stage, place)
-            parents = sum(costs[way][parent] for parent in value.parents) if is_computed else inf
-            if value.origin is Origin.HELD:
-                self.held[stage][value.name] = None
-            elif source is not None and value.nbytes <= parents:
-                self._send(stage, source, place, real)
-            elif is_computed and parents < inf:
-                # Who draws random numbers does so in all ways that share them.
-                places = self._same(place) if value.is_drawn else [place]
-                if value.is_drawn:
-                    self.drawn[self._first(place)] = stage
-                for mine in places:
-                    todo += [(mine[0], parent) for parent in self._value(mine).parents]
-                    real[mine[0]][mine[1]] = True
+            before = [(way, one) for way, position in self._same(node) for one in self._value((way, position)).parents]
+            missing = dict.fromkeys(self._node(one) for one in before if not real[one[0]][one[1]])
+            parents[node] = [*missing] if self._is_computed(stage, node) else None
+            value = self._value(node)
+            can_move = value.origin is Origin.HELD or self._source(stage, node) is not None
+            sizes[node] = value.nbytes if can_move else inf
+            todo += parents[node] or ()
+        self._check(stage, wanted, parents, sizes)
+        taken = least(parents, sizes, wanted)
+        for node in sorted(taken):
+            source = self._source(stage, node)
+            if source is None:
+                self.held[stage][self._value(node).name] = None
             else:
-                culprit = self._culprit(stage, place, costs[way])
-                raise StageUsageError(self._refusal(stage, culprit, why))
-            real[way][position] = True
+                self._send(stage, source, node)
+        self._draw(stage, wanted, parents, taken)
 
-    def _send(self, stage: int, source: int, place: Place, real: Sequence[list[bool]]) -> None:
+    def _check(
+        self,
+        stage: int,
+        wanted: Mapping[Place, str],
+        parents: Mapping[Place, Sequence[Place] | None],
+        sizes: Mapping[Place, float],
+    ) -> None:
+        """Refuse what cannot be had: neither itself nor what it is computed from."""
+        seen: set[Place] = set()
+        for first, why in wanted.items():
+            todo = [first]
+            while todo:
+                node = todo.pop()
+                if node in seen or sizes[node] < inf:
+                    continue
+                seen.add(node)
+                before = parents[node]
+                if before is None:
+                    raise StageUsageError(self._refusal(stage, node, why))
+                todo += reversed(before)
+
+    def _draw(
+        self,
+        stage: int,
+        wanted: Iterable[Place],
+        parents: Mapping[Place, Sequence[Place] | None],
+        taken: Collection[Place],
+    ) -> None:
+        """Who computes a random value draws it, in all ways that share it."""
+        todo, seen = list(wanted), set(taken)
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo += parents[node] or ()
+                if self._value(node).is_drawn:
+                    self.drawn[node] = stage
+
+    def _send(self, stage: int, source: int, node: Place) -> None:
         """Let a value cross, in all ways that share it."""
-        self.receives[stage][self._first(place)] = source
-        self.sends[source].setdefault(self._first(place), set()).add(stage)
-        number = self._value(place).key[0]
-        for way, position in self._same(place):
-            real[way][position] = True
+        self.receives[stage][node] = source
+        self.sends[source].setdefault(node, set()).add(stage)
+        number = self._value(node).key[0]
+        for way, _ in self._same(node):
             end = self.ends[source][way]
             if end is not None:
                 self.ends[source][way] = max(end, number)
@@ -423,13 +448,6 @@ class _Solution:
         value = self._value(place)
         is_free = not value.is_drawn or self.drawn.get(self._first(place), stage) == stage
         return value.origin in (Origin.GLUE, Origin.ALIAS) and is_free
-
-    def _culprit(self, stage: int, place: Place, costs: Sequence[float]) -> Place:
-        """Of what a value is computed from, what cannot be had."""
-        way, position = place
-        while self._is_computed(stage, (way, position)):
-            position = next(parent for parent in self._value((way, position)).parents if costs[parent] == inf)
-        return way, position
 
     def _refusal(self, stage: int, culprit: Place, why: str) -> str:
         value = self._value(culprit)
