@@ -1,45 +1,33 @@
 """Plain values that a unit changes, such as a counter in an attribute: stages that do not run it have them as they were.
 
-While an example is looked at, each of them is replaced by something that cannot be looked at, except within the unit itself.
+While an example is looked at, each of them is replaced by something that cannot be looked at, except within the unit itself. Of a
+list or dict that gets longer or shorter, all is replaced; of one whose items alone change, only these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
 from ..exceptions import StageUsageError
 from ._frames import source_line
-from ._state import Place, plain_in, undrawn
+from ._state import plain_in, undrawn
 
-_ASKING = (
-    *(
-        "bool",
-        "int",
-        "float",
-        "complex",
-        "index",
-        "len",
-        "iter",
-        "next",
-        "contains",
-        "getitem",
-        "call",
-        "hash",
-        "format",
-        "str",
-    ),
-    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "bytes"),
-    *(
-        f"{side}{name}"
-        for side in ("", "r")
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod")
-    ),
-    *(f"{side}{name}" for side in ("", "r") for name in ("matmul", "and", "or", "xor", "lshift", "rshift")),
-)
+_KINDS = (bool, int, float, complex, str, bytes, list, dict, set, deque)
+_ASKING = {name for kind in _KINDS for name in dir(kind) if name.startswith("__")} - frozenset(dir(object))
+_ASKING |= {
+    f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "str", "repr", "format", "call", "next")
+}
+_ASKING |= {f"__{name}__" for name in ("complex", "bytes", "matmul", "rmatmul", "getattr", "copy", "deepcopy")}
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_stepwell_split"}
+
+_Found: TypeAlias = dict[tuple[int, Any], tuple[Any, Any]]
+"""By the identity of a list or dict and a key in it: it, and what is there, as far as it can be compared."""
 
 
 class Poison:
@@ -55,9 +43,19 @@ class Poison:
             " do not see how: return it from the unit as a tensor, or make the module that looks at it a unit (units=)"
         )
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What functions of torch are given is looked at too."""
+        for one in (*args, *(kwargs or {}).values()):
+            if isinstance(one, cls):
+                one._refuse()
+        return NotImplemented
+
 
 for _name in _ASKING:
-    setattr(Poison, f"__{_name}__", Poison._refuse)
+    setattr(Poison, _name, Poison._refuse)
 
 
 class UnitState:
@@ -76,45 +74,79 @@ class UnitState:
             call: calls it.
 
         """
-        self._restore(name)
-        before = {(id(holder), key): value for _, holder, key, value in self._plain(name, module, args)}
+        hidden = self._restore(name)
+        before = _look(module, args)
         try:
             with undrawn():  # what a unit draws is its own matter
                 return call()
         finally:
-            for _, holder, key, value in self._plain(name, module, args):
-                if isinstance(value, Poison) or holder is None:
-                    continue
-                was = before.get((id(holder), key), self)
-                if was is not value and (type(was) is not type(value) or was != value):
-                    self._changed[id(holder), key] = (holder, holder[key] if _is_keyed(holder) else None, name)
-            self._poison()
+            after = _look(module, args)
+            for place, (holder, now) in after.items():
+                if place in hidden or place not in before or not _are_same(before[place][1], now):
+                    self._hide(place, holder, name)
 
     @property
     def is_changed(self) -> bool:
         """Whether any unit changed anything."""
         return bool(self._changed)
 
-    def _plain(self, name: str, module: nn.Module, args: Any) -> list[Place]:
-        seen: set[int] = set()
-        found = [
-            place
-            for path, one in module.named_modules()
-            for place in plain_in(one, f"{name}.{path}" if path else name, seen)
-        ]
-        found += plain_in(args, f"what unit {name} is given", seen)
-        return [place for place in found if _is_keyed(place[1]) and not isinstance(place[3], torch.Tensor)]
+    def _restore(self, name: str) -> set[tuple[int, Any]]:
+        """Give a unit back what it changed, unless glue has put something else there, as it does on every stage."""
+        mine = {place: holder for place, (holder, _, unit) in self._changed.items() if unit == name}
+        hidden = {place for place, holder in mine.items() if isinstance(_at(holder, place[1]), Poison)}
+        for place in hidden:
+            mine[place][place[1]] = self._changed[place][1]
+        return hidden
 
-    def _restore(self, name: str) -> None:
-        for (_, key), (holder, value, unit) in self._changed.items():
-            if name == unit and isinstance(holder[key], Poison):
-                holder[key] = value
-
-    def _poison(self) -> None:
-        for (_, key), (holder, value, unit) in self._changed.items():
-            if value is not None:
-                holder[key] = Poison(unit, str(key))
+    def _hide(self, place: tuple[int, Any], holder: Any, name: str) -> None:
+        value = holder[place[1]]
+        self._changed[place] = (holder, value, name)
+        if value is not None:  # asked for by ``is``, which nobody hears: left as it is
+            holder[place[1]] = Poison(name, str(place[1]))
 
 
-def _is_keyed(holder: Any) -> bool:
-    return isinstance(holder, dict | list)
+def _look(module: nn.Module, args: Any) -> _Found:
+    """What is in a unit and in what it is given."""
+    seen: set[int] = set()
+    every = [place for one in module.modules() for place in plain_in(one, "", seen)]
+    every += plain_in(args, "", seen)
+    found: _Found = {
+        (id(holder), key): (holder, value)
+        for _, holder, key, value in every
+        if isinstance(holder, dict | list) and not isinstance(value, torch.Tensor | Poison)
+    }
+    for one in module.modules():
+        own = vars(one)
+        found.update(_containers(own, own.keys() - _OF_TORCH, set()))
+    return found
+
+
+def _containers(holder: Any, keys: Iterable[Any], seen: set[int]) -> Iterator[tuple[tuple[int, Any], tuple[Any, Any]]]:
+    """Lists, dicts and their kind, however deep: how long each is; of those without places also what is in them."""
+    for key in keys:
+        value = holder[key]
+        if id(value) in seen or isinstance(value, torch.Tensor | nn.Module | Poison | type):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            yield (id(holder), key), (holder, list(value))
+            yield from _containers(value, list(value), seen)
+        elif isinstance(value, list):
+            yield (id(holder), key), (holder, len(value))
+            yield from _containers(value, range(len(value)), seen)
+        elif isinstance(value, tuple | set | frozenset | deque):
+            inside = [one for _, _, _, one in plain_in(value, "", set()) if not isinstance(one, torch.Tensor)]
+            yield (id(holder), key), (holder, [len(value), *inside])
+        elif isinstance(own := getattr(value, "__dict__", None), dict):
+            yield from _containers(own, list(own), seen)
+
+
+def _are_same(was: Any, now: Any) -> bool:
+    return was is now or (type(was) is type(now) and bool(was == now))
+
+
+def _at(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except LookupError:
+        return None
