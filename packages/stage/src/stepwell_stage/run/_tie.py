@@ -134,7 +134,7 @@ class Tie:
         batch: list[Send | Recv] = []
         targets = []
         for number, group, tensor, holding in self._joint:
-            local = _local(tensor)
+            local = _local(tensor if isinstance(tensor, nn.Parameter) else self._now(group))
             if holding[0] == rank:
                 batch += [Send(self._op(group, rank, peer, TIE, number), local) for peer in holding[1:]]
             else:
@@ -223,10 +223,21 @@ class Tie:
             )
         return local
 
+    def _now(self, group: TiedGroup) -> torch.Tensor:
+        """This rank's copy of a buffer, which forwards may replace by another tensor."""
+        holders = dict(group.holders)
+        found = [
+            find(stage, holders[stage.stage_index]) for stage in self._executor.stages if stage.stage_index in holders
+        ]
+        assert found[0] is not None  # this rank holds it
+        return found[0]
+
     def _check_still_tied(self) -> None:
-        """That the modules hold the tensors that were tied, and not others made since."""
+        """That the modules hold the parameters that were tied, and not others made since."""
         for stage in self._executor.stages:
             for group in self.groups:
+                if not isinstance(self._own.get(group.name), nn.Parameter):
+                    continue
                 for index, name in group.holders:
                     if index == stage.stage_index and find(stage, name) is not self._own[group.name]:
                         self._give_up(
