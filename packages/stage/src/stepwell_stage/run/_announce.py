@@ -58,6 +58,8 @@ class Announcer:
         self._under_way: Handle | None = None
         self._before = None if place == 0 else Edge(order[place - 1], transport.rank)
         self._after = None if place == len(order) - 1 else Edge(transport.rank, order[place + 1])
+        self._hears = [] if self._before is None else [Recv(Op(OpKind.RECV_F, self._before, 0, -2), _META)]
+        self._says = None if self._after is None else Op(OpKind.SEND_F, self._after, 0, -2)
 
     def next_number(self) -> int:
         """A number for a new way of cutting."""
@@ -66,10 +68,10 @@ class Announcer:
 
     def give(self, word: Word, number: int, given: Sequence[int] = _NOTHING) -> None:
         """Pass the word on to the next rank, if there is one, and what stands for what the first was given."""
-        if self._after is not None:
+        if self._says is not None:
             message = torch.tensor([word + self._kind, number, self._digest, *given])
             self._let_go()
-            self._under_way = self._transport.post([Send(Op(OpKind.SEND_F, self._after, 0, -2), message, owned=True)])
+            self._under_way = self._transport.post([Send(self._says, message, owned=True)])
 
     def explain(self, reason: str) -> None:
         """Pass on why the step is refused."""
@@ -94,7 +96,7 @@ class Announcer:
                 another schedule, or do not agree whether every rank gets the loss.
         """
         assert self._before is not None  # only the origin has nobody before it
-        (message,) = self._transport.post([Recv(Op(OpKind.RECV_F, self._before, 0, -2), _META)]).wait()
+        (message,) = self._transport.post(self._hears).wait()
         code, number, digest, *given = message.tolist()
         here, there = f"rank {self._transport.rank}", f"rank {self._before.source}"
         if bool(code & _EVAL) is self._is_step:

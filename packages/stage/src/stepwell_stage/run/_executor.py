@@ -19,10 +19,10 @@ from ..plan._schedule import Schedule
 from ..plan._timeline import Event
 from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
-from ._agree import Cut
 from ._bind import Around, Handlers, check_handlers
+from ._cutter import Cutter
 from ._loss import LossWeights, check_weights, pack_losses, unpack_losses, weights_of
-from ._microbatch import Batch, merge, samples, signature
+from ._microbatch import Batch, merge
 from ._program import is_reduced, is_sharded
 from ._run import Run, Trace
 from ._stage import PipelineStage
@@ -124,6 +124,7 @@ class Executor:
         self._kwargs_spec = kwargs_chunk_spec
         self._output_spec = output_merge_spec
         check_handlers(handlers or {}, around_action, self.plan, self.transport.rank)
+        self._cutter = Cutter(self.plan.num_microbatches, args_chunk_spec, kwargs_chunk_spec)
         self._handlers = dict(handlers or {})
         if Kind.OVERLAP not in self._handlers:
             # Forwards first: what they made leaves before the backward begins, and the gradient has more time to arrive.
@@ -282,7 +283,10 @@ class Executor:
             self._check(batch)
             if losses is not None and not isinstance(losses, MutableSequence):
                 raise StageUsageError(f"losses is a list, to which those of the batch are added, got {losses!r}")
-            cut = self._cut(batch, data, fewer=fewer) if self.is_first else None
+            cut = None
+            if self.is_first:
+                data.args, data.kwargs, cut = self._cutter.inputs(batch, fewer=fewer)
+                data.targets = self._cutter.targets(batch, cut.sizes)
             alike = self.stages[0].alike if self.transport.size > 1 else None
             given = None if alike is None else alike.look(batch)
         except Exception as error:  # also of the batch's own containers
@@ -291,8 +295,8 @@ class Executor:
         sizes = run.prepare(cut, given).sizes
         try:
             if not self.is_first:
-                data.args, data.kwargs = [()] * len(sizes), batch.keywords(sizes, self._kwargs_spec)
-                data.targets = batch.targets(sizes)
+                data.args, data.kwargs = [()] * len(sizes), self._cutter.keywords(batch, sizes)
+                data.targets = self._cutter.targets(batch, sizes)
             if self.is_last:
                 data.weights = weights_of(self._loss_weights, sizes, data.targets)
         except Exception as error:
@@ -347,19 +351,6 @@ class Executor:
             raise StageUsageError(
                 f"rank {self.transport.rank} was given a target, but the loss is computed by the last stage, on another rank"
             )
-
-    def _cut(self, batch: Batch, data: StepData, *, fewer: bool) -> Cut:
-        """On the first rank: the batch in microbatches, and how it was cut."""
-        inputs = batch.inputs(self.plan.num_microbatches, self._args_spec, self._kwargs_spec, fewer=fewer)
-        data.args, data.kwargs = [a for a, _ in inputs], [k for _, k in inputs]
-        numbers: dict[tuple[Any, ...], int] = {}
-        groups = tuple(numbers.setdefault(signature(part), len(numbers)) for part in inputs)
-        args_spec = self._args_spec if batch.arg_mbs is None else None
-        # All of one group have the same shapes.
-        counts = samples([inputs[groups.index(n)] for n in range(len(numbers))], args_spec, self._kwargs_spec)
-        sizes = tuple(counts[group] for group in groups)
-        data.targets = batch.targets(sizes)
-        return Cut(sizes, groups, tuple(numbers))
 
 
 def lower_for(stages: Sequence[PipelineStage], schedule: Schedule, *, prefetch: int = 1) -> Plan:
@@ -443,5 +434,9 @@ def _check_options(loss_fn: object, args_spec: object, kwargs_spec: object) -> N
 
 def _weighted(losses: Mapping[int, torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The sum; a microbatch of no weight (all its tokens masked, say) does not count, even if its loss is NaN."""
-    counted = [weights[m] * loss.double() for m, loss in sorted(losses.items()) if weights[m] != 0]
-    return torch.stack(counted or [torch.zeros((), dtype=torch.float64)]).sum()
+    counted = [m for m in sorted(losses) if weights[m] != 0]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64)
+    values, factors = torch.stack([losses[m] for m in counted]).double(), [weights[m] for m in counted]
+    alike = all(factor == factors[0] for factor in factors)  # as they are nearly always
+    return (values * (factors[0] if alike else values.new_tensor(factors))).sum()

@@ -125,6 +125,11 @@ class Batch:
     target_mbs: Sequence[Any] | None = None
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the caller cut some of the inputs."""
+        return self.arg_mbs is not None or self.kwarg_mbs is not None
+
+    @property
     def has_args(self) -> bool:
         """Whether there are positional inputs."""
         return bool(self.args) or self.arg_mbs is not None

@@ -99,6 +99,7 @@ class Run:
         self._now = bind(plan.actions[transport.rank], self._runs, handlers, around_action)
         self._bound = {plan.num_microbatches: self._now}
         self._failed: str | None = None
+        self._known: Known | None = None
         self._first: dict[tuple[int, tuple[int, ...], bool], frozenset[int]] = {}
 
     def refuse(self, reason: str) -> None:
@@ -144,13 +145,18 @@ class Run:
         if count not in self._bound:
             self._bound[count] = self._bound[self._plan.num_microbatches].up_to(count)
         self._now = self._bound[count]
+        if learned.known is not self._known:  # which most steps share with the one before
+            self._known = learned.known
+            self._let_know(learned.known)
+        return learned.cut
+
+    def _let_know(self, known: Known) -> None:
         for stage_run in self._runs.values():
-            stage_run.know(learned.known)
+            stage_run.know(known)
         for links in (self._in_links, self._out_links):
             for (source, destination), link in links.items():
-                groups, looks = learned.known.groups, learned.known.links[source, destination]
+                groups, looks = known.groups, known.links[source, destination]
                 link.know(groups, looks, self._firsts(source, groups), self._firsts(destination, groups, backward=True))
-        return learned.cut
 
     def go(self, data: StepData, *, trace: bool) -> Trace:
         """Run every action in order; with ``trace``, say when each ran."""
