@@ -187,9 +187,9 @@ def test_p153_an_invalid_file_gives_line_and_reason(tmp_path: Path, text: str, s
 
 
 def test_a_file_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
-    """With a mark at its start, which was taken for part of the first action, and blank lines, taken for ranks without work."""
+    """With a mark at its start, which was taken for part of the first action, and lines of nothing, taken for idle ranks."""
     file = tmp_path / "sheet.csv"
-    file.write_bytes(b"\xef\xbb\xbf0F0,,,0B0\r\n\r\n,1F0,1B0,\r\n\r\n")
+    file.write_bytes(b"\xef\xbb\xbf0F0,,,0B0\r\n\r\n,1F0,1B0,\r\n  \r\n,,,\r\n\r\n")
     assert from_csv(file, name="custom") == custom(["0F0 . . 0B0", ". 1F0 1B0"])
 
 

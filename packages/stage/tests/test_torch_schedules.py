@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,21 +39,25 @@ SCRIPT = Path(__file__).with_name("tutorial.py")
 NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
-def run_script(text: str, names: list[str]) -> dict[str, Any]:
-    """What the script's train() gives for each schedule, on one rank."""
+def run_script(text: str, function: str, names: list[str]) -> dict[str, Any]:
+    """What a function of the script gives for each schedule, on one rank."""
     script: dict[str, Any] = {"__name__": "tutorial"}
     exec(compile(text, str(SCRIPT), "exec"), script)
-    return {name: script["train"](name, dist.get_rank(), dist.get_world_size()) for name in names}
+    return {name: script[function](name, dist.get_rank(), dist.get_world_size()) for name in names}
+
+
+def with_both_imports(workers: WorkerPool, ranks: int, function: str, names: list[str]) -> tuple[list[Any], list[Any]]:
+    """On each rank what the script gives as it stands, and with nothing changed but its imports."""
+    text = SCRIPT.read_text()
+    changed, count = re.subn(r"from torch\.distributed\.pipelining(\.\w+)? import", "from stepwell_stage import", text)
+    assert count == text.count("from torch.distributed.pipelining")
+    expected = workers.run(run_script, ranks, text, function, names, deadline=120)
+    return expected, workers.run(run_script, ranks, changed, function, names, deadline=120)
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(2, NAMES), (4, NAMES[:2])])
 def test_a_script_for_torch_runs_after_changing_its_imports(workers: WorkerPool, ranks: int, names: list[str]) -> None:
-    text = SCRIPT.read_text()
-    changed = text.replace("torch.distributed.pipelining.schedules", "stepwell_stage")
-    changed = changed.replace("torch.distributed.pipelining", "stepwell_stage")
-    assert changed.count("from stepwell_stage import") == text.count("from torch.distributed.pipelining")
-    expected = workers.run(run_script, ranks, text, names, deadline=120)
-    found = workers.run(run_script, ranks, changed, names, deadline=120)
+    expected, found = with_both_imports(workers, ranks, "train", names)
     for theirs, ours in zip(expected, found, strict=True):
         for name in names:
             (their_losses, their_grads), (our_losses, our_grads) = theirs[name], ours[name]
@@ -63,9 +68,20 @@ def test_a_script_for_torch_runs_after_changing_its_imports(workers: WorkerPool,
     assert any(ours["GPipe"][0] for ours in found)
 
 
+def test_every_argument_means_what_it_means_there(workers: WorkerPool) -> None:
+    """Those of constructors, step and eval: outputs, losses and gradients are torch's, and so is what is not returned."""
+    expected, found = with_both_imports(workers, 2, "with_all_arguments", NAMES)
+    for theirs, ours in zip(expected, found, strict=True):
+        for name in NAMES:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+    last = next(results for output, results in (rank["GPipe"][0][0] for rank in found) if output is not None)
+    assert len(last) == 4
+
+
 def test_names_and_arguments_are_torchs() -> None:
     for name in (*NAMES, "PipelineScheduleSingle", "PipelineScheduleMulti"):
-        ours, theirs = get_schedule_class(name.upper()), torchs.get_schedule_class(name)
+        ours, theirs = get_schedule_class(name), torchs.get_schedule_class(name)
+        assert get_schedule_class(name.upper()) is get_schedule_class(name.lower()) is ours
         assert ours.__name__ == theirs.__name__
         assert getattr(stepwell_stage, ours.__name__) is ours
         kinds = (PipelineScheduleSingle, torchs.PipelineScheduleSingle)
@@ -107,6 +123,17 @@ def plain(reduction: str, scale: float = 1.0) -> list[torch.Tensor]:
     model, (x, y) = nn.Sequential(*layers()), batch()
     (functional.mse_loss(model(x), y, reduction=reduction) * scale).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_what_would_have_no_effect_is_refused() -> None:
+    """Torch reads ``scale_grads`` in each step; here it was an attribute that nobody read. And a tuple cannot hold losses."""
+    schedule = ScheduleGPipe(alone(1)[0], 2, functional.mse_loss)
+    assert schedule.scale_grads is True
+    with pytest.raises(AttributeError, match="scale_grads"):
+        schedule.scale_grads = False  # type: ignore[misc]
+    x, y = batch()
+    with pytest.raises(StageUsageError, match="losses is a list"):
+        schedule.step(x, target=y, losses=())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cls", [ScheduleLoopedBFS, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
@@ -155,6 +182,10 @@ def v_step(transport: Transport, cls: Any, **options: Any) -> list[Any]:
     schedule = cls(stages, 4, functional.mse_loss, **options)
     assert schedule.stage_index_to_group_rank == {0: 0, 1: 1, 2: 1, 3: 0}
     schedule.step(*((x,) if transport.rank == 0 else ()), target=y if transport.rank == 0 else None)
+    expected = plain("mean")
+    for stage in stages:
+        for grad, parameter in zip(expected[2 * stage.stage_index :], stage.submodule.parameters(), strict=False):
+            torch.testing.assert_close(parameter.grad, grad)
     return [str(action) for action in schedule.executor.plan.actions[transport.rank]]
 
 
@@ -185,6 +216,9 @@ def test_files(tmp_path: Path) -> None:
         loaded._load_csv(file, format="compute_comms")
     with pytest.raises(StageUsageError, match="is for 4 microbatches, but n_microbatches is 3"):
         PipelineScheduleMulti(alone(), 3, functional.mse_loss)._load_csv(file)
+    for use in (loaded._load_csv, loaded._dump_csv):
+        with pytest.raises(StageUsageError, match="format must be one of compute_only, compute_comms, got 'both'"):
+            use(file, format="both")
     file.write_text("0F0,nonsense\n")
     with pytest.raises(ScheduleError, match="line 1, cell 2"):
         loaded._load_csv(file)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleLoopedBFS
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.nn import functional
 
 VOCABULARY, DIM, HEADS, LAYERS = 32, 16, 2, 4
 BATCH, LENGTH, MICROBATCHES = 8, 6, 4
+IN_V = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Block(nn.Module):
@@ -40,8 +42,10 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
         self.head = nn.Linear(DIM, VOCABULARY)
 
-    def forward(self, tokens):
+    def forward(self, tokens, positions=None):
         x = self.embedding(tokens) if self.embedding is not None else tokens
+        if positions is not None:
+            x = x + positions
         for layer in self.layers.values():
             x = layer(x)
         return self.head(x) if self.head is not None else x
@@ -65,18 +69,23 @@ def loss_fn(output, target):
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def train(schedule_name, rank, world_size, device="cpu"):
-    """Losses of two steps, and the gradients of the second."""
+def build(schedule_name, rank, world_size, device, loss_fn, *options, **named):
+    """The schedule over this rank's stages, their modules, their indices, and the number of all."""
     schedule_class = get_schedule_class(schedule_name)
     looped = not issubclass(schedule_class, PipelineScheduleSingle)
     num_stages = 2 * world_size if looped else world_size
     indices = [rank]
     if looped:
-        in_v = schedule_name in ("ZBVZeroBubble", "DualPipeV")
-        indices.append(num_stages - 1 - rank if in_v else rank + world_size)
+        indices.append(num_stages - 1 - rank if schedule_name in IN_V else rank + world_size)
     modules = [cut(index, num_stages).to(device) for index in indices]
     stages = [PipelineStage(m, i, num_stages, torch.device(device)) for m, i in zip(modules, indices, strict=True)]
-    schedule = schedule_class(stages if looped else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_fn)
+    given = stages if looped else stages[0]
+    return schedule_class(given, MICROBATCHES, loss_fn, *options, **named), modules, indices, num_stages
+
+
+def train(schedule_name, rank, world_size, device="cpu"):
+    """Losses of two steps, and the gradients of the second."""
+    schedule, modules, indices, num_stages = build(schedule_name, rank, world_size, device, loss_fn)
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
 
     torch.manual_seed(1)
@@ -94,6 +103,36 @@ def train(schedule_name, rank, world_size, device="cpu"):
             schedule.step(*inputs)
         optimizer.step()
     return history, {index: [p.grad for p in m.parameters()] for index, m in zip(indices, modules, strict=True)}
+
+
+def summed(output, target, *, scale):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") * scale
+
+
+def with_all_arguments(schedule_name, rank, world_size, device="cpu"):
+    """Every argument that torch's classes and methods have: outputs, losses and gradients."""
+    looped = not issubclass(get_schedule_class(schedule_name), PipelineScheduleSingle)
+    batch = TensorChunkSpec(0)
+    specs = () if get_schedule_class(schedule_name) is ScheduleLoopedBFS else ((batch,), {"positions": batch})
+    # With receives deferred, values and gradients change places in torch's split backwards: two ranks are each other's next.
+    split = schedule_name in ("InterleavedZeroBubble", "ZBVZeroBubble")
+    named = {"backward_requires_autograd": True, "defer_pp_recv": not split} if looped else {}
+    schedule, modules, indices, num_stages = build(
+        schedule_name, rank, world_size, device, summed, *specs, output_merge_spec=batch, scale_grads=False, **named
+    )
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    targets = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    inputs, kept = ((tokens,), {"positions": torch.randn(BATCH, LENGTH, DIM)}) if 0 in indices else ((), {})
+    last = {"target": targets, "losses": [torch.zeros(())]} if num_stages - 1 in indices else {}
+    calls = [(schedule.step, {"return_outputs": True}), (schedule.step, {"return_outputs": False})]
+    if schedule_name not in IN_V:  # on which torch's evaluations fail
+        calls += [(schedule.eval, {}), (schedule.eval, {"return_outputs": False})]
+    found = []
+    for call, options in calls:
+        output = call(*inputs, **kept, **last, loss_kwargs={"scale": 0.25}, **options)
+        found.append((output, [loss.detach() for loss in last.get("losses", ())]))
+    return found, {index: [p.grad for p in m.parameters()] for index, m in zip(indices, modules, strict=True)}
 
 
 def main():

@@ -86,19 +86,21 @@ def from_csv(
 
 
 def _read(path: str | os.PathLike[str]) -> list[list[Action]]:
-    """The actions of each line that is not blank."""
+    """The actions of each line that has any: a spreadsheet writes commas where nothing is."""
     rows: list[list[Action]] = []
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         try:
-            for cells in filter(None, reader):
-                rows.append([])
+            for cells in reader:
+                row = []
                 for column, cell in enumerate(cells, start=1):
                     if cell.strip():
                         try:
-                            rows[-1].append(Action.parse(cell))
+                            row.append(Action.parse(cell))
                         except ScheduleError as error:
                             raise ScheduleError(f"{path}, line {reader.line_num}, cell {column}: {error}") from None
+                if row:
+                    rows.append(row)
         except (UnicodeDecodeError, csv.Error) as error:
             raise ScheduleError(f"{path} is no comma-separated text: {error}") from None
     return rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -61,7 +61,7 @@ class _TorchSchedule:
                 f"{type(self).__name__} takes this rank's PipelineStages: one where torch's takes one, else a list of at least"
                 f" one; got {stages!r}"
             )
-        self.scale_grads = scale_grads
+        self._scale_grads = scale_grads
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._loss_kwargs: Mapping[str, Any] = {}
@@ -82,6 +82,11 @@ class _TorchSchedule:
                 f"{type(self).__name__} has no schedule yet: call _load_csv(), or use one of the classes that have their own"
             )
         return self._executor
+
+    @property
+    def scale_grads(self) -> bool:
+        """Whether gradients are those of a mean over the batch; said when the schedule is made."""
+        return self._scale_grads
 
     @property
     def pipeline_order(self) -> dict[int, list[Action]]:
@@ -154,7 +159,8 @@ class _TorchSchedule:
         loss_kwargs: Mapping[str, Any] | None,
         options: dict[str, Any],
     ) -> Any:
-        found: list[torch.Tensor] = []
+        # What is no list the executor refuses, on every rank.
+        found: Any = [] if losses is None or isinstance(losses, MutableSequence) else losses
         self._loss_kwargs = loss_kwargs or {}
         try:
             result = run(*args, target=target, losses=found, **options)
@@ -275,6 +281,7 @@ class PipelineScheduleMulti(_TorchSchedule):
             ScheduleError: the file holds none; says where and why.
             StageUsageError: it holds the other of the two, or is for another number of microbatches; or as :class:`Executor`.
         """
+        _check_format(format)
         loaded = from_csv(filename)
         found = "compute_only" if isinstance(loaded, Schedule) else "compute_comms"
         if found != format:
@@ -288,7 +295,13 @@ class PipelineScheduleMulti(_TorchSchedule):
     def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_comms") -> None:
         """Write what runs to a file that torch reads too."""
         plan = self.executor.plan
+        _check_format(format)
         to_csv(plan if format == "compute_comms" else plan.schedule, filename, for_torch=True)
+
+
+def _check_format(format: str) -> None:
+    if format not in get_args(Format):
+        raise StageUsageError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
 
 
 class _Multi(PipelineScheduleMulti):
