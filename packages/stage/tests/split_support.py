@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stepwell_meta.exceptions import StepwellError
 from stepwell_p2p import Transport
-from stepwell_stage import Executor, Schedule, schedules, split, tie
+from stepwell_stage import Executor, ModelSplit, Schedule, schedules, split, tie
 
 Inputs = Mapping[str, Any]
 
@@ -41,15 +41,11 @@ def plain(model: nn.Module, steps: Sequence[Sequence[Inputs]]) -> tuple[list[flo
 
 def on_rank(
     transport: Transport,
-    model: nn.Module,
-    examples: Sequence[Inputs],
+    cut: ModelSplit,
     steps: Sequence[Sequence[Inputs]],
     schedule: Schedule,
-    options: Mapping[str, Any],
-) -> tuple[list[float], dict[str, Tensor | None], str]:
-    options = dict(options)
-    shapes, stages = options.pop("shapes", "static"), options.pop("stages", schedule.placement.num_stages)
-    cut = split(model, stages, example=examples[0], ways=examples[1:], **options)
+    shapes: Literal["static", "dynamic"],
+) -> tuple[list[float], dict[str, Tensor | None]]:
     parts = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport, shapes=shapes)
     executor = Executor(parts, schedule, loss_of)
     if cut.tied:
@@ -65,7 +61,7 @@ def on_rank(
         assert isinstance(stage.submodule, nn.Module)
         for name, parameter in stage.submodule.named_parameters():
             grads[name] = parameter.grad
-    return losses, grads, cut.describe(schedule.placement)
+    return losses, grads
 
 
 def check(
@@ -75,15 +71,18 @@ def check(
     steps: Sequence[Sequence[Inputs]],
     name: str = "1f1b",
     ranks: int = 2,
+    shapes: Literal["static", "dynamic"] = "static",
+    stages: int | Mapping[str, int] | None = None,
     **options: Any,
 ) -> str:
     """Steps of microbatches on stages, and in one process: losses, every gradient, and which parameters have none."""
     schedule = schedules.BY_NAME[name](ranks, len(steps[0]))
-    models = [copy.deepcopy(model) for _ in range(ranks)]
     losses, grads = plain(model, steps)
-    found = threads(lambda t: on_rank(t, models[t.rank], examples, steps, schedule, options), ranks)
-    assert [mine for mine, _, _ in found if mine] == [[pytest.approx(loss, rel=1e-12) for loss in losses]]
-    together = [(key, grad) for _, mine, _ in found for key, grad in mine.items()]
+    count = schedule.placement.num_stages if stages is None else stages
+    cut = split(copy.deepcopy(model), count, example=examples[0], ways=examples[1:], **options)
+    found = threads(lambda transport: on_rank(transport, cut, steps, schedule, shapes), ranks)
+    assert [mine for mine, _ in found if mine] == [[pytest.approx(loss, rel=1e-12) for loss in losses]]
+    together = [(key, grad) for _, mine in found for key, grad in mine.items()]
     assert dict(model.named_parameters()).keys() <= {key for key, _ in together}
     for key, grad in together:
         wanted = grads[key]
@@ -92,7 +91,7 @@ def check(
         else:
             assert grad is not None, key
             torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-13)
-    return str(found[0][2])
+    return cut.describe(schedule.placement)
 
 
 class Block(nn.Module):

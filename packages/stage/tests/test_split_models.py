@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stepwell_p2p import Transport
-from stepwell_stage import Executor, Schedule, schedules, split, tie
+from stepwell_stage import Executor, ModelSplit, Schedule, schedules, split, tie
 
 Batch = Mapping[str, Tensor]
 MICROBATCHES = 3
@@ -40,27 +40,23 @@ def reference(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor]) ->
 
 def on_rank(
     transport: Transport,
-    model: nn.Module,
+    cut: ModelSplit,
     batch: Batch,
     loss_fn: Callable[..., Tensor],
     schedule: Schedule,
-    options: Any,
-) -> tuple[float | None, dict[str, Tensor], str]:
-    options = dict(options)
-    shapes = options.pop("shapes", "static")
-    cut = split(model, options.pop("stages", schedule.placement.num_stages), example=batch, **options)
-    first_only = options.get("inputs") == "first"
+    shapes: Literal["static", "dynamic"] = "static",
+) -> tuple[float | None, dict[str, Tensor]]:
     stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport, shapes=shapes)
     executor = Executor(stages, schedule, loss_fn)
     if cut.tied:
         tie(executor, cut.tied)
-    inputs = batch if not first_only or executor.is_first else {}
+    inputs = batch if cut.inputs == "every" or executor.is_first else {}
     executor.step(**inputs, return_outputs=False)
     grads = {}
     for stage in stages:
         assert isinstance(stage.submodule, nn.Module)
         grads |= {name: p.grad for name, p in stage.submodule.named_parameters() if p.grad is not None}
-    return None if executor.loss is None else executor.loss.item(), grads, cut.describe(schedule.placement)
+    return None if executor.loss is None else executor.loss.item(), grads
 
 
 def check(
@@ -69,26 +65,29 @@ def check(
     batch: Batch,
     schedule: Schedule,
     loss_fn: Callable[..., Tensor] = lambda output: output,
+    *,
+    shapes: Literal["static", "dynamic"] = "static",
+    stages: int | Mapping[str, int] | None = None,
     **options: Any,
 ) -> str:
     model = model.double()
     batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     loss, grads = reference(model, batch, loss_fn)
-    models = [copy.deepcopy(model) for _ in range(schedule.placement.num_ranks)]
+    count = schedule.placement.num_stages if stages is None else stages
+    cut = split(copy.deepcopy(model), count, example=batch, **options)
     found = threads(
-        lambda transport: on_rank(transport, models[transport.rank], batch, loss_fn, schedule, options),
-        schedule.placement.num_ranks,
+        lambda transport: on_rank(transport, cut, batch, loss_fn, schedule, shapes), schedule.placement.num_ranks
     )
-    losses = [one for one, _, _ in found if one is not None]
+    losses = [one for one, _ in found if one is not None]
     assert losses == [pytest.approx(loss, rel=1e-12)]
-    together = {name: grad for _, mine, _ in found for name, grad in mine.items()}
+    together = {name: grad for _, mine in found for name, grad in mine.items()}
     first_names = {name for name, _ in model.named_parameters()}
     assert first_names & grads.keys() <= together.keys() <= grads.keys()
     for name, grad in ((name, grads[name]) for name in together):
         torch.testing.assert_close(
             together[name], grad, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
-    return str(found[0][2])
+    return cut.describe(schedule.placement)
 
 
 class Block(nn.Module):
@@ -403,9 +402,8 @@ def test_random_numbers_are_drawn_once(threads: Callable[..., Any]) -> None:
     noisy.load_state_dict(quiet.state_dict())
     batch = {"x": rows(7, 4)["x"].double()}
     loss, grads = reference(quiet, batch, lambda output: output)
-    models = [copy.deepcopy(noisy) for _ in range(4)]
-    schedule = schedules.BY_NAME["1f1b"](4, MICROBATCHES)
-    found = threads(lambda t: on_rank(t, models[t.rank], batch, lambda output: output, schedule, {}), 4)
-    assert [one for one, _, _ in found if one is not None] == [pytest.approx(loss, rel=1e-12)]
-    for name, grad in {name: grad for _, mine, _ in found for name, grad in mine.items()}.items():
+    schedule, cut = schedules.BY_NAME["1f1b"](4, MICROBATCHES), split(noisy, 4, example=batch)
+    found = threads(lambda transport: on_rank(transport, cut, batch, lambda output: output, schedule), 4)
+    assert [one for one, _ in found if one is not None] == [pytest.approx(loss, rel=1e-12)]
+    for name, grad in {name: grad for _, mine in found for name, grad in mine.items()}.items():
         torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)

@@ -43,7 +43,8 @@ def on_gloo(name: str, ranks: int) -> dict[str, float]:
     steps = [[words(1, 3), seen(2, 2), words(3, 1)], [seen(4), seen(5), seen(6)], [words(7), words(8), words(9)]]
     _, wanted = plain(make(Vision), steps)
     schedule = schedules.BY_NAME[name](ranks, 3)
-    _, grads, _ = on_rank(transport, make(Vision), [words(0), seen(0)], steps, schedule, {})
+    cut = split(make(Vision), schedule.placement.num_stages, example=words(0), ways=[seen(0)])
+    _, grads = on_rank(transport, cut, steps, schedule, "static")
     transport.close()
     found = {}
     for key, grad in grads.items():
