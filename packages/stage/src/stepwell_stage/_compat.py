@@ -100,6 +100,7 @@ __all__ = [
     "reduce_ddp",
     "reduce_fsdp",
     "run_backward",
+    "takes_forward_derivative",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -150,6 +151,11 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is within a transform of ``torch.func``, such as vmap."""
     found: bool = is_functorch_wrapped_tensor(tensor)
     return found
+
+
+def takes_forward_derivative() -> bool:
+    """Whether a derivative is being taken in forward mode, on any thread: torch keeps its level for the whole process."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import nn
 
-from .._compat import is_transformed
+from .._compat import is_transformed, takes_forward_derivative
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
 from ._frames import Enclosing, enclosing, source_line
@@ -101,7 +101,7 @@ class Recorder(Glue):
         self._hooked: list[tuple[int, int]] = []
         self._originals = originals
         self._singles: set[int] = set()
-        self._asks = self._measures = False
+        self._asks = self._measures = self._derives = False
         self._of_units = owned
         self._owned = {memory_of(tensor): name for name, tensor in owned.items()}
         self._plain = plain
@@ -147,6 +147,7 @@ class Recorder(Glue):
             self._sets,
             DRAWN in changes,
             frozenset(name for name, tensor in self._of_units.items() if id(tensor) in self._inside),
+            self._derives,
         )
 
     @property
@@ -203,6 +204,7 @@ class Recorder(Glue):
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
+        self._derives = self._derives or takes_forward_derivative()
         given = [*tensors_in(args), *tensors_in(kwargs)]
         looked = looked_into(name, args, kwargs)
         self._check_parameters(given)
@@ -216,8 +218,13 @@ class Recorder(Glue):
         if func is torch.autograd.grad:
             self._check_gradient(args, kwargs)
         before = versions(given)
-        with Draws() as draws:
-            out = self._absence.run(func, args, kwargs)
+        try:
+            with Draws() as draws:
+                out = self._absence.run(func, args, kwargs)
+        except Exception as error:
+            if self._templates is not None and any(map(is_transformed, given)):  # torch cannot always do without data there
+                raise NeedsDataError(source_line(name)) from error
+            raise
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
         changed += (one for one in self._absence.overwrote if all(one is not other for other in changed))
         self._check_owned(name, changed)
@@ -382,6 +389,7 @@ class Recorder(Glue):
         self, unit: str, module: nn.Module, given: Any, known: set[int], taken: Sequence[torch.Tensor]
     ) -> None:
         """What a unit uses it is given, or has: what it finds elsewhere, stages that do not run what made it have not."""
+        self._derives = self._derives or takes_forward_derivative()
         odd = [tensor for tensor in taken if id(tensor) not in known and self._origin_of(unit, tensor)]
         if odd and not known:
             known.update(map(id, (*shown_by(given), *module.parameters(), *module.buffers())))

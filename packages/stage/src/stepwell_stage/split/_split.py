@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from ._values import INPUTS, MARKS, ROUTE, TOKEN, Call, Key
 from ._ways import Ways
 
 _STAGE = "_stepwell_stage"
+_level = threading.Lock()
 
 
 @attrs.frozen(eq=False)
@@ -136,6 +138,8 @@ class ModelSplit:
             absence=absence,
         )
         plain, hooked = module.forward, with_hooks(module)
+        if any(one.derives for one in look.ways.recordings):
+            hooked = _alone(hooked)
         vars(module)["forward"] = functools.update_wrapper(functools.partial(_run, run, hooked), plain)
         vars(module)[_STAGE] = run
         self._modules[stage] = module
@@ -345,6 +349,16 @@ def _cut(
     found = demand(look.ways, owners, num_stages=count, ranks=range(count), inputs_everywhere=inputs == "every")
     holding = hold(model, look.units, parts, found.stages, look.rewritten)
     return ModelSplit(model, tuple(tuple(part) for part in parts), holding.tied, prices, inputs, look, owners, holding)
+
+
+def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run forwards of ranks that are threads one after the other: torch has one level of derivatives for all threads."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _level:
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def _run(run: StageForward, plain: Callable[..., Any], /, *received: Any, **inputs: Any) -> Any:

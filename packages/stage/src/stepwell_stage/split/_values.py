@@ -103,6 +103,7 @@ class Recording:
         sets: whether attributes of glue are another while it runs than before.
         rewritten: names of parameters and buffers of units that units change.
         draws: whether glue draws random numbers of Python's or NumPy's.
+        derives: whether it takes derivatives in forward mode, of which a process takes one at a time.
     """
 
     names: tuple[str, ...]
@@ -120,3 +121,4 @@ class Recording:
     sets: bool = False
     draws: bool = False
     rewritten: frozenset[str] = frozenset()
+    derives: bool = False
