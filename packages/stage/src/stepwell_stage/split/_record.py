@@ -222,7 +222,7 @@ class Recorder(Glue):
             with Draws() as draws:
                 out = self._absence.run(func, args, kwargs)
         except Exception as error:
-            if self._templates is not None and any(map(is_transformed, given)):  # torch cannot always do without data there
+            if self._templates is not None and any(map(is_transformed, given)):  # where torch may need data
                 raise NeedsDataError(source_line(name)) from error
             raise
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
