@@ -142,6 +142,8 @@ def plan_search(
     layers = tuple(layers)
     names = tuple(schedules) if schedules is not None else tuple(SEARCHED)
     _check(layers, num_ranks, batch_size, names)
+    if most_simulations < 1:
+        raise StageUsageError(f"most_simulations must be at least 1, for equal cuts, got {most_simulations}")
     counts = tuple(num_microbatches) if num_microbatches is not None else tuple(_divisors(batch_size, 8 * num_ranks))
     if not counts:
         raise StageUsageError("no number of microbatches was given to try")
