@@ -45,7 +45,7 @@ def enclosing(outside: FrameType) -> Enclosing:
     checkpoint, function = None, None
     for frame in _inside(outside):
         file = frame.f_code.co_filename
-        if file == _CHECKPOINT:
+        if file == _CHECKPOINT and frame.f_code.co_name == "checkpoint":  # not what calls it for each of several parts
             checkpoint = frame
         elif file == _FUNCTION and frame.f_code.co_name == "apply":
             function = frame
