@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode, mark_as_parameter
+from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode, is_transformed, mark_as_parameter
 from ._frames import source_line
 from ._leaves import tensors_in, with_tensors
 from ._needs import needing
@@ -162,7 +162,10 @@ class Absence:
 def look_alike(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     """An absent tensor of the same shape, strides and dtype, as the mode would make it; not by asking it, for there are many."""
     meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, device)
+    if type(meta) is torch.Tensor and not is_transformed(meta):
+        return FakeTensor(mode, meta, device)
+    with mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def reads(name: str, args: tuple[Any, ...]) -> bool:

@@ -239,6 +239,9 @@ class StageGlue(Glue):
         return out
 
     def _with(self, out: Any, taken: Mapping[int, int]) -> Any:
+        if isinstance(out, torch.Tensor):
+            return self._received[taken[0]]
+
         def tensors() -> Iterator[torch.Tensor]:
             for index, tensor in enumerate(tensors_in(out)):
                 yield self._received[taken[index]] if index in taken else tensor

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
 from ..exceptions import StageUsageError
-from ..run._program import StageProgram
+from ..plan._action import Kind
+from ..run._program import EagerProgram
 
 
-def check_loss(program: StageProgram, model: nn.Module) -> None:
-    """Look at the first loss of a last stage: what else than the stage's own parameters it depends on.
+class LastProgram(EagerProgram):
+    """Runs the last stage of a cut model, and looks at its first loss: what else than the stage's own parameters it depends on.
 
     The gradients of others would go to the model, which no stage is, or to nobody.
 
     Args:
-        program: of the last stage.
+        module: the stage.
         model: the model.
     """
-    module: nn.Module = program.module  # type: ignore[attr-defined]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    backward = program.backward
 
-    def checked(microbatch: int, kind: Any, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> Any:
-        del vars(program)["backward"]
-        _check(roots, module, names)
-        return backward(microbatch, kind, roots, grads)
+    def __init__(self, module: nn.Module, model: nn.Module) -> None:
+        super().__init__(module)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    vars(program)["backward"] = checked
+    def backward(
+        self, microbatch: int, kind: Kind, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """See :meth:`StageProgram.backward`."""
+        if self._names:
+            _check(roots, self.module, self._names)
+            self._names = {}
+        return super().backward(microbatch, kind, roots, grads)
 
 
 def _check(roots: Sequence[torch.Tensor], module: nn.Module, names: Mapping[int, str]) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._compat import pop_function_mode, push_function_mode
 from ..exceptions import StageUsageError
 from ._absent import Absence
 from ._glue import Glue
@@ -115,10 +117,10 @@ class _Running:
     def __enter__(self) -> None:
         self._control.show()
         self._control.glue = self._glue
-        self._glue.__enter__()  # type: ignore[no-untyped-call]
+        push_function_mode(self._glue)
 
     def __exit__(self, *error: object) -> None:
-        self._glue.__exit__(*error)  # type: ignore[no-untyped-call]
+        pop_function_mode()
         self._control.glue = None
         self._control.hide()
 
@@ -155,9 +157,13 @@ def copy_structure(
             memo[id(tensor)] = absence.parameter(tensor)
         else:
             memo[id(tensor)] = _copied(tensor) if id(tensor) in doubled else tensor
-    memo_before = dict(memo)
+    absent = {id(one) for identity, one in memo.items() if identity not in kept}
     inside = {name: unit for name, unit in units.items() if name in own}
     shadow_memo = {identity: absence.parameter(one) if identity in kept else one for identity, one in memo.items()}
+    # Copying these takes as long as all else: a module has a dozen.
+    empty = [id(table) for one in model.modules() for table in vars(one).values() if type(table) is OrderedDict and not table]
+    for known in (memo, shadow_memo):
+        known.update((identity, OrderedDict()) for identity in empty)
     try:
         new = copy.deepcopy(model, memo)
         shadows = copy.deepcopy(inside, shadow_memo)  # own units as they are on stages that do not have them
@@ -167,7 +173,6 @@ def copy_structure(
             " compile or otherwise change them after the split, on the stages' modules"
         ) from error
     foreign = [memo[id(unit)] for name, unit in units.items() if name not in own]
-    absent = {id(tensor) for key, tensor in memo_before.items() if key not in kept}
     absent |= _forget_meta(new, foreign, absence)
     named = dict(named_tensors(new))
     away = absent.union(map(id, foreign))

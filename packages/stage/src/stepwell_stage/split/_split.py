@@ -29,7 +29,7 @@ from ._hold import Holding, hold
 from ._hooked import with_hooks
 from ._inputs import Inputs, Kinds
 from ._look import Look, branches, look_at, look_for, look_in_other_modes
-from ._loss import check_loss
+from ._loss import LastProgram
 from ._own import copy_structure, named_tensors
 from ._place import order_units, place_calls
 from ._registered import check_registered
@@ -185,7 +185,7 @@ class ModelSplit:
             stage = PipelineStage(part, index, self.num_stages, device, transport=transport, wires=wires, shapes=shapes)
             stage.to_tie, stage.parts, stage.alike = tuple(self.tied), cut, alike
             if stage.is_last:
-                check_loss(stage.program, self.model)
+                stage.program = LastProgram(part, self.model)
             stages.append(stage)
         return stages
 

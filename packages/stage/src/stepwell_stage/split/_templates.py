@@ -155,10 +155,12 @@ class Templates:
             needs = (torch.is_grad_enabled(), *[tensor.requires_grad for tensor in given.tensors])
         kind = self._absence.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        looks: list[Hashable] = [(tensor.shape, tensor.dtype, tensor.layout) for tensor in given.tensors]
+        key: list[Hashable] = [name, which, example, autocast, needs, given.structure]
+        for tensor in given.tensors:
+            key += (tensor.shape, tensor.dtype, tensor.layout)
         if given.objects:
-            looks += [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
-        return (name, which, example, autocast, needs, given.structure, *looks)
+            key += [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
+        return tuple(key)
 
     def _keep(self, key: Hashable, known: Known) -> Known:
         if len(self._known) >= _MOST:  # a number among what units are given may be another each time
@@ -234,14 +236,14 @@ class Known:
         Raises:
             StageUsageError: it is not.
         """
+        if self._is_one and not (needs or shapes) and isinstance(result, torch.Tensor):
+            return
         leaves: list[torch.Tensor] = []
         if structure(result, leaves, []) != self._structure:
             raise StageUsageError(
                 f"unit {name!r} gives Python another number, or structure, than in the example or before, and other stages do not"
                 " see it: return a tensor in its place"
             )
-        if not (needs or shapes):
-            return
         for leaf, kept, needed in zip(leaves, self._kept, self._needs, strict=True):
             if shapes and leaf.shape != kept.shape:
                 raise StageUsageError(
