@@ -23,7 +23,7 @@ class Segments(nn.Module):
 
 
 def test_segments_of_checkpoint_sequential(threads: Callable[..., Any]) -> None:
-    """All of them were taken for one, for the function that makes them is in torch's file of checkpoints: "6 units make 1 groups"."""
+    """All of them were taken for one, as the function that makes them is in torch's file of checkpoints."""
     torch.manual_seed(0)
     model, x = Segments().double(), torch.randn(2, 8).double()
     assert split(model, 3, example={"x": x}).parts == tuple(
