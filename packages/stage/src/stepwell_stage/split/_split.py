@@ -281,7 +281,8 @@ def split(
             measures, so give the numbers of one to all, :attr:`ModelSplit.costs`, where ranks may differ), or numbers by name.
         units: names or globs of modules that are never cut, in place of those found by themselves; what owns parameters beside
             them becomes units too.
-        inputs: "every": each rank passes the model's inputs, so that none is sent; "first": only the first stage's rank does.
+        inputs: "every": each rank passes the model's inputs, so that none is sent, and each step compares them; "first": only the
+            first stage's rank does.
 
     Raises:
         StageUsageError: the model cannot be cut so; says why, and what to change.
