@@ -161,7 +161,9 @@ def copy_structure(
     inside = {name: unit for name, unit in units.items() if name in own}
     shadow_memo = {identity: absence.parameter(one) if identity in kept else one for identity, one in memo.items()}
     # Copying these takes as long as all else: a module has a dozen.
-    empty = [id(table) for one in model.modules() for table in vars(one).values() if type(table) is OrderedDict and not table]
+    empty = [
+        id(table) for one in model.modules() for table in vars(one).values() if type(table) is OrderedDict and not table
+    ]
     for known in (memo, shadow_memo):
         known.update((identity, OrderedDict()) for identity in empty)
     try:

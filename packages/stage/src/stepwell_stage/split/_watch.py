@@ -37,12 +37,15 @@ class Inside(TorchFunctionMode):
     ) -> Any:
         """One operation."""
         kwargs = kwargs or {}
-        if func.__name__ == "__set__" and func.__self__.__name__ != "data":  # type: ignore[attr-defined]
+        name = func.__name__
+        if name == "__set__" and func.__self__.__name__ != "data":  # type: ignore[attr-defined]
             return func(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(kwargs)]
         self._check(given)
         before = versions(given)
         out = func(*args, **kwargs)
+        if name == "__get__" and not isinstance(out, torch.Tensor):
+            return out
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
         for tensor in (*(leaf for leaf in tensors_in(out) if all(leaf is not one for one in given)), *changed):
             self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
