@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stepwell_p2p import Transport
 from stepwell_stage import Executor, schedules, split, tie
+from stepwell_stage.exceptions import StageExecutionError
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
 
@@ -32,6 +33,28 @@ class Row(nn.Module):
         for layer in self.layers:
             y = layer(y).tanh()
         return y
+
+
+class InPlace(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        for layer in self.layers:
+            x = layer(x).tanh() * self.mean
+        return x
+
+
+def test_buffers_that_are_changed_in_place_between_a_forward_and_its_backward(threads: Callable[..., Any]) -> None:
+    """In one process nothing runs in between, and torch's own sentence, of versions of a tensor, did not say what to change."""
+    schedule = schedules.one_f_one_b(2, 3)
+
+    def on_rank(transport: Transport) -> None:
+        cut = split(InPlace(persistent=False).double(), 2, example={"x": X[:2]})
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        Executor(stages, schedule, Tensor.sum).step(x=X, return_outputs=False)
+
+    with pytest.raises(StageExecutionError, match=r"put a new tensor there instead: self\.mean = "):
+        threads(on_rank, 2)
 
 
 @pytest.mark.parametrize("persistent", [True, False])

@@ -343,6 +343,11 @@ class Run:
         """An error of user code, with the place in the plan where it happened."""
         action = self._now.actions[position]
         reason = f"{type(error).__name__}: {error}"
+        if "modified by an inplace operation" in reason and self._plan.num_microbatches > 1:
+            reason += (
+                "\nOther microbatches run forward before the backward of this one. Where a forward changes a buffer in place, let"
+                " it put a new tensor there instead: self.mean = 0.9 * self.mean + 0.1 * mean"
+            )
         self._fail(reason, action)
         window = [str(a) for a in self._now.actions[max(0, position - 3) : position + 4]]
         window[min(position, 3)] = f">>{action}<<"
