@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
 from .._pause import collector_paused
 from .._schedule import Schedule
+from ._phases import Phases
 
 
 @collector_paused()
@@ -27,73 +29,43 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and the cut-in-half form of its published DualPipe.
     """
     placement = Placement.v(2 * num_ranks, num_ranks)
-    full = max(num_microbatches, 2 * num_ranks)
-    rows = (_row(rank, num_ranks, full, num_microbatches) for rank in range(num_ranks))
+    rows = (_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
     return Schedule("dualpipe-v", placement, num_microbatches, rows)
 
 
-def _row(rank: int, num_ranks: int, full: int, num_microbatches: int) -> Iterator[Action]:
-    for action in _Row(rank, num_ranks).actions(full):
-        left = [leaf for leaf in action.leaves if (leaf.microbatch or 0) < num_microbatches]
-        if len(left) == len(action.leaves):
-            yield action
-        else:  # half of a pair, or nothing
-            yield from left
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    full = max(num_microbatches, 2 * num_ranks)  # the pattern needs as many
+    phases, down, up, behind = Phases(num_microbatches), rank, 2 * num_ranks - 1 - rank, num_ranks - rank - 1
+    down_f, down_b, up_f, up_b = (down, Kind.F), (down, Kind.B), (up, Kind.F), (up, Kind.B)
+    yield from phases.repeat(2 * behind, (down_f,))
+    yield from phases.repeat(rank + 1, (down_f,), (up_f,))
+    yield from phases.repeat(behind, ((up, Kind.I),), ((up, Kind.W),), (up_f,))
+    steady = full - 2 * num_ranks + rank + 1
+    if behind == 0:  # nothing to hide under yet: the gradient had better leave early
+        yield from phases.repeat(1, (down_f,), (up_b,), (up_f, down_b))
+        steady -= 1
+    yield from phases.repeat(steady, (down_f, up_b), (up_f, down_b))  # two pairs in turn
+    yield from phases.repeat(behind, (up_b,), (up_f, down_b))
+    if phases.done[down_b] < num_microbatches:
+        numbers = {stage: itertools.count(phases.done[stage, Kind.B]) for stage in (down, up)}
+        yield from (action for action in _end(rank, behind, numbers) if (action.microbatch or 0) < num_microbatches)
 
 
-class _Row:
-    """One rank's order; counts the microbatches of each stage."""
+def _end(rank: int, behind: int, numbers: Mapping[int, Iterator[int]]) -> Iterator[Action]:
+    """The last backwards, of the two stages in turn; split in the second half, with the weights left for the gaps."""
+    down, up = numbers
+    weights: deque[Action] = deque()
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-        self.down, self.up = rank, 2 * num_ranks - 1 - rank
-        self.forwards = {self.down: 0, self.up: 0}
-        self.backwards = {self.down: 0, self.up: 0}
-        self.weights: deque[Action] = deque()
+    def split(stage: int) -> Action:
+        number = next(numbers[stage])
+        weights.append(Action(stage, Kind.W, number))
+        return Action(stage, Kind.I, number)
 
-    def forward(self, stage: int) -> Action:
-        self.forwards[stage] += 1
-        return Action(stage, Kind.F, self.forwards[stage] - 1)
-
-    def backward(self, stage: int, *, split: bool = False) -> Action:
-        number = self.backwards[stage]
-        self.backwards[stage] += 1
-        if split:
-            self.weights.append(Action(stage, Kind.W, number))
-        return Action(stage, Kind.I if split else Kind.B, number)
-
-    def pair(self, forward: int, backward: int) -> Action:
-        return Action.overlap(self.forward(forward), self.backward(backward))
-
-    def weight(self) -> Iterator[Action]:
-        if self.weights:
-            yield self.weights.popleft()
-
-    def actions(self, num_microbatches: int) -> Iterator[Action]:
-        down, up, rank, behind = self.down, self.up, self.rank, self.num_ranks - self.rank - 1
-        for _ in range(2 * behind):
-            yield self.forward(down)
-        for _ in range(rank + 1):
-            yield self.forward(down)
-            yield self.forward(up)
-        for _ in range(behind):
-            yield self.backward(up, split=True)
-            yield from self.weight()
-            yield self.forward(up)
-        for number in range(num_microbatches - 2 * self.num_ranks + rank + 1):  # steady: two pairs in turn
-            if number == 0 and behind == 0:  # nothing to hide under yet: the gradient had better leave early
-                yield self.forward(down)
-                yield self.backward(up)
-            else:
-                yield self.pair(down, up)
-            yield self.pair(up, down)
-        for _ in range(behind):
-            yield self.backward(up)
-            yield self.pair(up, down)
-        for number in range(2 * (rank + 1)):  # the last backwards in turn; split in the second half
-            yield self.backward(down if number % 2 else up, split=number > rank)
-        for _ in range(behind):
-            yield from self.weight()
-            yield self.backward(down, split=True)
-        while self.weights:
-            yield from self.weight()
+    for turn in range(2 * (rank + 1)):
+        stage = down if turn % 2 else up
+        yield split(stage) if turn > rank else Action(stage, Kind.B, next(numbers[stage]))
+    for _ in range(behind):
+        if weights:
+            yield weights.popleft()
+        yield split(down)
+    yield from weights

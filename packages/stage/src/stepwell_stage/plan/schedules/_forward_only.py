@@ -23,16 +23,15 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """
     stages = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]
     done = [0] * placement.num_stages  # microbatches through each stage
+    there = [num_microbatches, *done]  # before each stage, and behind the last
     rows: list[list[Action]] = [[] for _ in stages]
-    for _ in range(placement.num_stages * max(0, num_microbatches)):  # at least one action a slot
-        before = done.copy()
-        for rank, local in enumerate(stages):
-            for stage in local:
-                there = before[stage - 1] if stage else num_microbatches
-                if done[stage] < there:
-                    rows[rank].append(Action(stage, Kind.F, done[stage]))
-                    done[stage] += 1
-                    break
-        if done[-1] == num_microbatches:
-            break
+    awake = set(placement.ranks)  # ranks that may have something to do in the next slot
+    while awake:
+        found = ((stage for stage in stages[rank] if done[stage] < there[stage]) for rank in awake)
+        chosen = [stage for stage in (next(each, None) for each in found) if stage is not None]
+        for stage in chosen:
+            rows[placement.ranks[stage]].append(Action(stage, Kind.F, done[stage]))
+            done[stage] += 1
+            there[stage + 1] += 1
+        awake = {placement.ranks[other] for stage in chosen for other in (stage, stage + 1) if other < len(done)}
     return Schedule("forward-only", placement, num_microbatches, rows)

@@ -9,6 +9,7 @@ from stepwell_p2p._placement import Placement
 from .._action import Action, Kind
 from .._pause import collector_paused
 from .._schedule import Schedule
+from ._phases import Phases
 
 
 @collector_paused()
@@ -30,41 +31,20 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, schedule ZB-V.
     """
     placement = Placement.v(2 * num_ranks, num_ranks)
-    full = max(num_microbatches, 2 * num_ranks - 1)  # the pattern needs as many; what is too much is left out
-    rows = (
-        [action for action in _row(rank, num_ranks, full) if (action.microbatch or 0) < num_microbatches]
-        for rank in range(num_ranks)
-    )
+    rows = (_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
     return Schedule("zbv", placement, num_microbatches, rows)
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    down, up = rank, 2 * num_ranks - 1 - rank
-    count: dict[tuple[int, Kind], int] = {(stage, kind): 0 for stage in (down, up) for kind in Kind}
-
-    def run(stage: int, *kinds: Kind) -> Iterator[Action]:
-        """The next microbatch of each kind on a stage."""
-        for kind in kinds:
-            yield Action(stage, kind, count[stage, kind])
-            count[stage, kind] += 1
-
-    for _ in range(2 * (num_ranks - rank) - 1):  # fill the way down
-        yield from run(down, Kind.F)
-    for _ in range(rank):  # the way up begins to fill
-        yield from run(up, Kind.F)
-        yield from run(down, Kind.F)
-    for _ in range(num_ranks - rank):  # the first backwards, on the way up
-        yield from run(up, Kind.F, Kind.I, Kind.W)
-    while count[up, Kind.F] < num_microbatches:  # steady
-        if count[down, Kind.F] < num_microbatches:
-            yield from run(down, Kind.F)
-        yield from run(down, Kind.I, Kind.W)
-        yield from run(up, Kind.F, Kind.I, Kind.W)
-    for _ in range(rank):  # no forwards are left: gradients first, weights are kept for the gaps
-        yield from run(down, Kind.I)
-        yield from run(up, Kind.I)
-    for _ in range(num_ranks - rank):
-        yield from run(down, Kind.I, Kind.W)
-    for stage in (up, down):
-        while count[stage, Kind.W] < num_microbatches:
-            yield from run(stage, Kind.W)
+    full = max(num_microbatches, 2 * num_ranks - 1)  # the pattern needs as many
+    phases, down, up, behind = Phases(num_microbatches), rank, 2 * num_ranks - 1 - rank, num_ranks - rank
+    down_f, down_i, down_w = (((down, kind),) for kind in (Kind.F, Kind.I, Kind.W))
+    up_f, up_i, up_w = (((up, kind),) for kind in (Kind.F, Kind.I, Kind.W))
+    yield from phases.repeat(2 * behind - 1, down_f)  # fill the way down
+    yield from phases.repeat(rank, up_f, down_f)  # the way up begins to fill
+    yield from phases.repeat(behind, up_f, up_i, up_w)  # the first backwards, on the way up
+    yield from phases.repeat(full - num_ranks, down_f, down_i, down_w, up_f, up_i, up_w)  # steady
+    yield from phases.repeat(rank, down_i, up_i)  # no forwards are left: gradients first, weights are kept for the gaps
+    yield from phases.repeat(behind, down_i, down_w)
+    yield from phases.repeat(full, up_w)
+    yield from phases.repeat(full, down_w)
