@@ -227,11 +227,14 @@ Times = dict[str, tuple[list[float], list[float]]]
 """By contestant the wall and CPU seconds of each turn."""
 
 
-def take_turns(contestants: dict[str, Step], turns: int, *, rounds: int = 1) -> Times:
-    """Wall and CPU seconds of each contestant's step, taken in turn, so that all meet the same disturbances."""
+def take_turns(contestants: dict[str, Step], turns: int, *, rounds: int = 1, before: int = 2) -> Times:
+    """Wall and CPU seconds of each contestant's step, taken in turn, so that all meet the same disturbances.
+
+    Before that each makes a few steps that do not count.
+    """
     for step in contestants.values():
-        step()
-        step()
+        for _ in range(before):
+            step()
     found: Times = {name: ([], []) for name in contestants}
     for _ in range(turns):
         for name, step in contestants.items():

@@ -1,7 +1,7 @@
 """What the executor adds to a schedule, beside a hand-written loop and torch.distributed.pipelining in the same run.
 
-    python benchmarks/pipeline.py            # writes its tables into benchmarks/README.md; about six minutes
-    python benchmarks/pipeline.py --quick    # a look, in under two; prints, and writes nothing
+    python benchmarks/pipeline.py            # writes its tables into benchmarks/README.md; about nine minutes
+    python benchmarks/pipeline.py --quick    # a look, in two; prints, and writes nothing
 
 Four gloo processes on this machine. Each figure is a median over steps that the contestants take in turn, so that all meet the
 same disturbances; the spread beside it is the middle half. Ratios compare; seconds depend on the machine.
@@ -48,7 +48,7 @@ from stepwell_stage import lower, schedules, simulate
 
 RANKS = 4
 TRIVIAL = 64  # microbatches of the comparison with the hand-written loop
-FORWARD = 0.012  # seconds that a rank's stages rest in one forward; a backward takes twice as long
+FORWARD = 0.03  # seconds that a rank's stages rest in one forward; a backward takes twice as long
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ class Size:
     memory: int
 
 
-FULL = Size(40, tuple(schedules.BY_NAME), ((8, 5), (32, 3)), 15, (8, 64, 512), (1, 2, 4, 8), 11, 256)
+FULL = Size(40, tuple(schedules.BY_NAME), ((8, 4), (32, 3)), 15, (8, 64, 512), (1, 2, 4, 8), 11, 256)
 QUICK = Size(7, ("1f1b", "interleaved-1f1b", "zbv"), ((8, 3),), 3, (8, 64), (1, 4), 5, 64)
 
 
@@ -95,14 +95,22 @@ def trivial(microbatches: int, turns: int) -> Times:
 
 
 def rests() -> list[list[float]]:
-    """What rests of half and whole ``FORWARD`` took, while all ranks rest."""
+    """While all ranks rest: what rests of half and whole ``FORWARD`` took, and what a stage takes beyond, with and without."""
     found: list[list[float]] = []
     for seconds in (FORWARD / 2, FORWARD):
         times = []
-        for _ in range(40):
+        for _ in range(20):
             start = time.perf_counter()
             rest(seconds)
             times.append(time.perf_counter() - start)
+        found.append(times)
+    for seconds in (FORWARD, 0.0):
+        module, times = Sleeps(seconds), []
+        for _ in range(20):
+            x = torch.zeros(1, WIDTH, requires_grad=True)
+            start = time.perf_counter()
+            module(x).sum().backward()
+            times.append(time.perf_counter() - start - 3 * seconds)
         found.append(times)
     return found
 
@@ -122,7 +130,7 @@ def sleeping(name: str, microbatches: int, turns: int) -> Times:
     }
     if name != "zb-h1":  # torch has no such schedule
         contestants["torch"] = torchs(modules(), name, microbatches, x, y)
-    found = take_turns(contestants, turns)
+    found = take_turns(contestants, turns, before=1)
     transport.close()
     return found
 
@@ -228,11 +236,13 @@ def trivial_table(table: Table, pool: WorkerPool, size: Size) -> None:
 
 def sleeping_table(table: Table, pool: WorkerPool, size: Size) -> None:
     took = zip(*pool.run(rests, RANKS, deadline=60), strict=True)
-    half, whole = (spread([seconds for times in by_rank for seconds in times], digits=2) for by_rank in took)
+    half, whole, cold, warm = (spread([s for times in by_rank for s in times], digits=2) for by_rank in took)
     table.note = (
         "Stages rest, on no core, in F, in I and in W; B does what I and W do, and the first stage's I nothing. Told to rest"
-        f" {FORWARD / 2 * 1e3:.0f} ms they took {half}, told {FORWARD * 1e3:.0f} ms {whole}. Four ranks wake up at once on"
-        f" {os.cpu_count()} cores: what they do between two rests, by hand too, is most of what is above 1."
+        f" {FORWARD / 2 * 1e3:.0f} ms they took {half}, told {FORWARD * 1e3:.0f} ms {whole}. A stage's forward and backward, with"
+        f" no messages, took {cold} more than their rests, though only {warm} without rests: {RANKS} ranks that come back from a"
+        f" rest at once find {os.cpu_count()} cores, and caches with other things in them. That is in every column: by hand is"
+        " the limit, and the ratio to it is what a runtime adds."
     )
     for name in size.names:
         for microbatches, turns in size.sleeping:
