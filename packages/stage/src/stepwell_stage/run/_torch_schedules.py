@@ -112,20 +112,14 @@ class _TorchSchedule:
         ``losses`` holds the losses of this batch alone afterwards; ``loss_kwargs`` go to the loss function with every microbatch.
         """
         run = self.executor.eval if self._loss_fn is None else self.executor.step
-        return self._call(run, args, target, losses, loss_kwargs, kwargs | {"return_outputs": return_outputs})
+        options = kwargs | {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+        return self._call(run, args, target=target, losses=losses, **options)
 
     def eval(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: MutableSequence[torch.Tensor] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, *args: Any, target: Any = None, losses: MutableSequence[torch.Tensor] | None = None, **kwargs: Any
     ) -> Any:
-        """Run one batch forward: :meth:`Executor.eval`."""
-        options = kwargs | {"return_outputs": return_outputs}
-        return self._call(self.executor.eval, args, target, losses, loss_kwargs, options)
+        """Run one batch forward: :meth:`Executor.eval`; arguments as for :meth:`step`."""
+        return self._call(self.executor.eval, args, target=target, losses=losses, **kwargs)
 
     def register_custom_function(self, computation_type: Any, custom_function: Any) -> None:
         """Torch's functions take torch's own context, so they are refused.
@@ -154,16 +148,17 @@ class _TorchSchedule:
         self,
         run: Callable[..., Any],
         args: tuple[Any, ...],
-        target: Any,
+        /,
+        *,
         losses: MutableSequence[torch.Tensor] | None,
-        loss_kwargs: Mapping[str, Any] | None,
-        options: dict[str, Any],
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Any:
         # What is no list the executor refuses, on every rank.
         found: Any = [] if losses is None or isinstance(losses, MutableSequence) else losses
         self._loss_kwargs = loss_kwargs or {}
         try:
-            result = run(*args, target=target, losses=found, **options)
+            result = run(*args, losses=found, **options)
         finally:
             self._loss_kwargs = {}
         if losses is not None and self.executor.is_last:
