@@ -32,6 +32,7 @@ from ._look import Look, branches, look_at, look_for, look_in_other_modes
 from ._loss import LastProgram
 from ._own import copy_structure, named_tensors
 from ._place import order_units, place_calls
+from ._reached import check_reached
 from ._registered import check_registered
 from ._units import Branch, given_units, matching, near
 from ._values import INPUTS, MARKS, ROUTE, TOKEN, Call, Key
@@ -306,6 +307,7 @@ def split(
         look = look_for(model, kinds, tree, count, with_time=costs == "time")
     else:
         look = look_at(model, kinds, given_units(tree, units), with_time=costs == "time")
+    check_reached(model)
     cut = _cut(look, stages, count, costs, inputs)
     # Nobody asked for both training and evaluation: that may cost nothing, and where it cannot be had, it is refused later.
     with contextlib.suppress(StageUsageError):
