@@ -59,6 +59,8 @@ def costs_of(num_stages: int, share: float) -> Costs:
 
 def rest(seconds: float) -> None:
     """Give the core away for exactly so long: ``time.sleep`` ends late, and so is told to end earlier by the least of that."""
+    if not seconds:
+        return
     end = time.perf_counter() + seconds
     time.sleep(max(0.0, seconds - lateness()))
     while time.perf_counter() < end:
