@@ -31,7 +31,7 @@ def with_hooks(module: nn.Module) -> Callable[..., Any]:
         running = inside["forward"]
         inside.update(hooks, forward=plain)
         try:
-            return module._call_impl(*args, **kwargs)
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             inside.update(later, forward=running)
 

@@ -25,7 +25,7 @@ from ._questions import FOLLOWED
 from ._state import DRAWN, Flags
 from ._templates import Effects, Example, Known, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
-from ._watch import Draws, Inside, Made
+from ._watch import Draws, Inside, Made, check_taken
 
 _CHANGED = "it is changed in place"
 _UNSEEN = "it is made where nothing is seen"
@@ -390,16 +390,7 @@ class Recorder(Glue):
     ) -> None:
         """What a unit uses it is given, or has: what it finds elsewhere, stages that do not run what made it have not."""
         self._derives = self._derives or takes_forward_derivative()
-        odd = [tensor for tensor in taken if id(tensor) not in known and self._origin_of(unit, tensor)]
-        if odd and not known:
-            known.update(map(id, (*shown_by(given), *module.parameters(), *module.buffers())))
-        for tensor in odd:
-            if id(tensor) not in known:
-                raise StageUsageError(
-                    f"unit {unit!r} uses {self._origin_of(unit, tensor)}, which it is not given, but finds elsewhere, such as in"
-                    f" an attribute of another module ({source_line('the forward')}): pass it to the unit, or make the module"
-                    " that holds both a unit (units=)"
-                )
+        check_taken(unit, module, given, known, taken, functools.partial(self._origin_of, unit))
 
     def _origin_of(self, unit: str, tensor: torch.Tensor) -> str:
         """Where a tensor comes from, in words; "" where a unit has made it itself."""

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._compat import TorchDispatchMode
+from ..exceptions import StageUsageError
 from ._absent import versions, written
-from ._leaves import tensors_in
+from ._frames import source_line
+from ._leaves import shown_by, tensors_in
 
 Made: TypeAlias = "dict[int, tuple[weakref.ref[torch.Tensor], str]]"
 """Tensors, by identity, and the unit that made or changed each."""
@@ -50,6 +53,39 @@ class Inside(TorchFunctionMode):
         for tensor in (*(leaf for leaf in tensors_in(out) if all(leaf is not one for one in given)), *changed):
             self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
         return out
+
+
+def check_taken(
+    unit: str,
+    module: nn.Module,
+    given: Any,
+    known: set[int],
+    taken: Sequence[torch.Tensor],
+    origin_of: Callable[[torch.Tensor], str],
+) -> None:
+    """Refuse a unit that uses what it is neither given nor has: stages that do not run what made it have it not.
+
+    Args:
+        unit: its name.
+        module: the unit.
+        given: its arguments.
+        known: tensors that it is given or has, by identity; filled where it is needed first.
+        taken: what an operation within it uses.
+        origin_of: says where a tensor comes from; "" if it is the unit's own.
+
+    Raises:
+        StageUsageError: it does.
+    """
+    odd = [tensor for tensor in taken if id(tensor) not in known and origin_of(tensor)]
+    if odd and not known:
+        known.update(map(id, (*shown_by(given), *module.parameters(), *module.buffers())))
+    for tensor in odd:
+        if id(tensor) not in known:
+            raise StageUsageError(
+                f"unit {unit!r} uses {origin_of(tensor)}, which it is not given, but finds elsewhere, such as in an attribute of"
+                f" another module ({source_line('the forward')}): pass it to the unit, or make the module that holds both a unit"
+                " (units=)"
+            )
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
