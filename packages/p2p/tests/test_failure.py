@@ -20,6 +20,7 @@ import stepwell_p2p._link as link_module
 from stepwell_meta import TensorMeta
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Edge, Op, OpKind, Placement, Recv, Send, chain_wires
+from stepwell_p2p._apart import Waiter
 from stepwell_p2p._board import FailureBoard, Note
 from stepwell_p2p._failure import Failure
 from stepwell_p2p.exceptions import PeerFailure, TransportError
@@ -405,6 +406,21 @@ def test_a_message_of_any_size_that_may_come_in_pieces_is_missed_early(workers: 
     seconds, failed = outcomes[1].value
     assert failed == 0
     assert seconds < 10
+
+
+@pytest.mark.timeout(10)
+def test_whatever_ends_a_wait_in_another_thread_ends_it_here() -> None:
+    """Only a RuntimeError did; another error ended the thread alone, and who waited for it asked for ever."""
+    waiter = Waiter("waiter")
+    for error in (ValueError("odd"), RuntimeError("plain")):
+
+        def block(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            waiter.wait(block, lambda: False)
+    assert waiter.wait(lambda: None, lambda: False)
+    waiter.close()
 
 
 class CountingStore(dist.HashStore):

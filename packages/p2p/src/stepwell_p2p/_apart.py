@@ -23,14 +23,14 @@ class Waiter:
 
     def __init__(self, name: str) -> None:
         self._asked: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._asked, self._ended), name=name, daemon=True).start()
 
     def wait(self, block: Callable[[], object], has_failed: Callable[[], bool]) -> bool:
         """Call ``block`` there. False where that has not ended, but something has failed: then the thread is still asleep.
 
         Raises:
-            RuntimeError: what ``block`` raised.
+            Exception: what ``block`` raised.
         """
         self._asked.put(block)
         while True:
@@ -50,14 +50,12 @@ class Waiter:
         self._asked.put(None)
 
 
-def _serve(
-    asked: queue.SimpleQueue[Callable[[], object] | None], ended: queue.SimpleQueue[RuntimeError | None]
-) -> None:
+def _serve(asked: queue.SimpleQueue[Callable[[], object] | None], ended: queue.SimpleQueue[Exception | None]) -> None:
     while (block := asked.get()) is not None:
         error = None
         try:
             block()
-        except RuntimeError as caught:
+        except Exception as caught:
             error = caught
         del block  # what was waited for is no concern of this thread any more
         ended.put(error)

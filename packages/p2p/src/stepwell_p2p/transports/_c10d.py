@@ -463,7 +463,7 @@ def _wait_apart(flight: Flight, link: Link) -> None:
         waiter = Waiter(f"stepwell-p2p-recv-{link.rank}")
     try:
         ended = waiter.wait(functools.partial(flight.work.wait, link.timeout), lambda: link.failure is not None)
-    except RuntimeError:
+    except Exception:
         waiter.close()
         raise
     if not ended:
