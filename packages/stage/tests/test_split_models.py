@@ -180,6 +180,42 @@ def test_encoder_and_decoder(threads: Callable[..., Any]) -> None:
         check(threads, EncoderDecoder(), tokens(), schedule, lambda output: output["loss"])
 
 
+class Side(nn.Module):
+    """An embedding with another module's weight, and blocks."""
+
+    def __init__(self, words: nn.Embedding) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.words.weight = words.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = self.words(tokens)
+        x = x if memory is None else x + memory.mean(1, keepdim=True)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Sides(nn.Module):
+    """The weight that both sides use is kept in a module that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(11, 8)
+        self.encoder, self.decoder = Side(self.shared), Side(self.shared)
+
+    def forward(self, *, tokens: Tensor, labels: Tensor) -> dict[str, Any]:
+        return {"loss": self.decoder(labels, self.encoder(tokens)).square().mean()}
+
+
+def test_a_weight_of_units_that_is_kept_in_a_module_which_is_never_called(threads: Callable[..., Any]) -> None:
+    """A stage without the weight looked at units that have it with None in its place: a TypeError in the first step."""
+    for name, ranks in (("1f1b", 4), ("zbv", 2)):
+        schedule = schedules.BY_NAME[name](ranks, MICROBATCHES)
+        check(threads, Sides(), tokens(), schedule, lambda output: output["loss"])
+
+
 class UNet(nn.Module):
     """Skip connections that join by concatenation and by addition, with buffers that training writes."""
 

@@ -195,9 +195,10 @@ def copy_structure(
 def _shared(
     root: nn.Module, foreign: Sequence[nn.Module], absent: set[int]
 ) -> list[tuple[dict[str, Any], str, dict[str, Any], str]]:
-    """Places of one tensor, of which one is outside of foreign units and the other within."""
+    """Places of one tensor that is there, of which one is outside of foreign units and the other within."""
     outside = list(_outside(root, set(map(id, foreign))))
-    here = {id(one): (place, name) for module in outside for place, name, one in _places(module)}
+    every = ((place, name, one) for module in outside for place, name, one in _places(module))
+    here = {id(one): (place, name) for place, name, one in every if id(one) not in absent}
     known = set(map(id, outside))
     inside = [module for unit in foreign for module in unit.modules() if id(module) not in known]
     return [
