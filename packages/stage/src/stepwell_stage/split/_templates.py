@@ -92,7 +92,7 @@ class Templates:
             given: what it takes.
             example: if it decides by data: what it took and gave in the example.
         """
-        key = self._key(name, module.training, given, example)
+        key = self._key((name, module.training), given, example)
         known = self._known.get(key)
         return self._keep(key, self._make(name, call, given, example)) if known is None else known
 
@@ -108,7 +108,7 @@ class Templates:
         Returns:
             None where it is given objects that it might change, and that cannot be copied.
         """
-        key = self._key(name, shadow.training, given, example)
+        key = self._key((name, shadow.training), given, example)
         known = self._known.get(key)
         if known is None:
             if given.objects:
@@ -131,7 +131,7 @@ class Templates:
         given = Given(args, kwargs)
         if given.objects:
             return self._absence.run(func, args, kwargs)
-        key = self._key(func.__name__, number, given, None)
+        key = self._key((number, func.__name__), given, None)
         known = self._known.get(key)
         if known is None:
             before = versions(given.tensors)
@@ -141,12 +141,11 @@ class Templates:
             known = self._keep(key, Known(out))
         return known.result()
 
-    def _key(self, name: str, which: int, given: Given, example: Example | None) -> Hashable:
+    def _key(self, what: tuple[str, bool] | tuple[int, str], given: Given, example: Example | None) -> Hashable:
         """What a result depends on.
 
         Args:
-            name: of the unit or function.
-            which: of a unit whether it is in training, and of an operation its number.
+            what: of a unit its name and whether it is in training, of an operation its number and name.
             given: what it takes.
             example: see :meth:`known`.
         """
@@ -155,9 +154,9 @@ class Templates:
             needs = (torch.is_grad_enabled(), *[tensor.requires_grad for tensor in given.tensors])
         kind = self._absence.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key: list[Hashable] = [name, which, example, autocast, needs, given.structure]
+        key: list[Hashable] = [what, example, autocast, needs, given.structure]
         for tensor in given.tensors:
-            key += (tensor.shape, tensor.dtype, tensor.layout)
+            key += (tensor.shape, tensor.stride() if tensor.layout is torch.strided else None, tensor.dtype, tensor.layout)
         if given.objects:
             key += [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
         return tuple(key)
@@ -345,7 +344,7 @@ def check_content(name: str, before: Sequence[tuple[Any, list[Any]]], result: An
 
 
 def _kept_in(value: Any) -> Iterator[Hashable]:
-    for name, _, _, one in plain_in(value, "", set()):
+    for name, _, _, one in plain_in([value], "", set()):
         yield (name, (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one)
 
 
