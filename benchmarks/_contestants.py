@@ -167,12 +167,14 @@ def ours(
     y: torch.Tensor,
     transport: Transport,
     loss_fn: LossFn = nn.functional.mse_loss,
+    *,
+    trace: bool = False,
 ) -> Step:
     """The executor."""
     count = schedule.placement.num_stages
     own = schedule.placement.stages_of(transport.rank)
     stages = [PipelineStage(module, index, count, "cpu") for index, module in zip(own, modules, strict=True)]
-    executor = Executor(stages, schedule, loss_fn, transport=transport)
+    executor = Executor(stages, schedule, loss_fn, transport=transport, trace=trace)
     inputs = (x,) if executor.is_first else ()
     target = y if executor.is_last else None
     return lambda: executor.step(*inputs, target=target, return_outputs=False)

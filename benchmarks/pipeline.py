@@ -199,27 +199,18 @@ def memory(microbatches: int) -> float:
     return peaks[1] - peaks[0]
 
 
-def loopback(microbatches: int, steps: int) -> tuple[float, float]:
-    """CPU seconds per action of one rank, and of the same module called in a plain loop."""
-    x, y = numbers(microbatches)
-    module = nn.Linear(WIDTH, WIDTH)
-    step = ours([module], schedules.one_f_one_b(1, microbatches), x, y, LoopbackFabric(1).transport(0))
-    parts, targets = x.tensor_split(microbatches), y.tensor_split(microbatches)
-
-    def plain() -> None:
-        for part, target in zip(parts, targets, strict=True):
-            (nn.functional.mse_loss(module(part), target) / microbatches).backward()
-
-    times: dict[str, list[float]] = {"ours": [], "plain": []}
-    step()
-    plain()
-    for _ in range(steps):
-        for name, run in (("ours", step), ("plain", plain)):
-            start = time.process_time()
-            run()
-            times[name].append(time.process_time() - start)
-    actions = 2 * microbatches
-    return statistics.median(times["ours"]) / actions, statistics.median(times["plain"]) / actions
+def alone(microbatches: tuple[int, ...], per_rank: tuple[int, ...], turns: int) -> Times:
+    """The sizes of ``growth`` on one rank, where no message and no other rank takes time; also with a trace."""
+    made = {f"M = {count}": schedules.one_f_one_b(1, count) for count in microbatches}
+    made |= {f"{n} stages": schedules.interleaved_1f1b(1, 16, stages_per_rank=n) for n in per_rank}
+    contestants = {}
+    for name, schedule in made.items():
+        batch = numbers(schedule.num_microbatches)
+        modules = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.placement.num_stages)]
+        contestants[name] = ours(modules, schedule, *batch, LoopbackFabric(1).transport(0))
+        contestants[f"{name} traced"] = ours(modules, schedule, *batch, LoopbackFabric(1).transport(0), trace=True)
+        contestants[f"{name} by hand"] = by_hand(modules, schedule, *batch)
+    return take_turns(contestants, turns)
 
 
 # The tables. Each is filled row by row, so that what was measured is there when something fails.
@@ -241,8 +232,8 @@ def sleeping_table(table: Table, pool: WorkerPool, size: Size) -> None:
         "Stages rest, on no core, in F, in I and in W; B does what I and W do, and the first stage's I nothing. Told to rest"
         f" {FORWARD / 2 * 1e3:.0f} ms they took {half}, told {FORWARD * 1e3:.0f} ms {whole}. A stage's forward and backward, with"
         f" no messages, took {cold} more than their rests, though only {warm} without rests: {RANKS} ranks that come back from a"
-        f" rest at once find {os.cpu_count()} cores, and caches with other things in them. That is in every column: by hand is"
-        " the limit, and the ratio to it is what a runtime adds."
+        f" rest at once find {os.cpu_count()} cores, and probably caches with other things in them. That is in every column: by"
+        " hand is the limit, and the ratio to it is what a runtime adds."
     )
     for name in size.names:
         for microbatches, turns in size.sleeping:
@@ -282,13 +273,12 @@ def growth_table(table: Table, pool: WorkerPool, size: Size) -> None:
     for name in found[0]:
         if name.endswith(" by hand"):
             continue
-        number = int(name.removeprefix("M = ").removesuffix(" stages"))
-        microbatches, stages = (number, 1) if name.startswith("M") else (16, number)
+        microbatches, stages = _size_of(name)
         actions = 2 * microbatches * stages
         slots = actions + 2 * (RANKS - 1)
         walls, cpus = ([times(found, who) for who in (name, f"{name} by hand")] for times in (slowest, total))
         table.add(
-            name if name.startswith("M") else f"{stages} stages per rank",
+            _row_of(name),
             f"{1 - 1 / (RANKS * stages):.2f}",
             spread(walls[0]),
             ratio(*walls),
@@ -297,14 +287,32 @@ def growth_table(table: Table, pool: WorkerPool, size: Size) -> None:
         )
 
 
+def _size_of(name: str) -> tuple[int, int]:
+    """Microbatches, and stages of a rank."""
+    number = int(name.removeprefix("M = ").removesuffix(" stages"))
+    return (number, 1) if name.startswith("M") else (16, number)
+
+
+def _row_of(name: str) -> str:
+    return name if name.startswith("M") else f"{name} per rank"
+
+
 def memory_table(table: Table, pool: WorkerPool, size: Size) -> None:
     extra = pool.run(memory, RANKS, size.memory, deadline=300)
     table.add(str(size.memory), *(f"{extra[rank]:.1f} MiB" for rank in (1, 2)))
 
 
-def loopback_table(table: Table, pool: WorkerPool, size: Size) -> None:
-    (mine, plain), *_ = pool.run(loopback, 1, 256, size.turns, deadline=120, init_group=False)
-    table.add(*(f"{seconds * 1e6:.1f} µs" for seconds in (mine, plain, mine - plain)))
+def alone_table(table: Table, pool: WorkerPool, size: Size) -> None:
+    found = pool.run(alone, 1, size.growth, size.per_rank, 3 * size.turns, deadline=300)
+    for name in found[0]:
+        if name.endswith((" by hand", " traced")):
+            continue
+        microbatches, stages = _size_of(name)
+        mine, traced, hand = (
+            statistics.median(total(found, who)) / (2 * microbatches * stages) * 1e6
+            for who in (name, f"{name} traced", f"{name} by hand")
+        )
+        table.add(_row_of(name), *(f"{one:.1f} µs" for one in (mine, hand, mine - hand, traced)))
 
 
 Fill = Callable[[Table, WorkerPool, Size], None]
@@ -335,9 +343,9 @@ TABLES: tuple[tuple[Fill, str, tuple[str, ...]], ...] = (
         ("size", "messages per action", "step", "÷ by hand", "wall per slot", "by hand", "CPU per action", "by hand"),
     ),
     (
-        loopback_table,
-        "One rank, no transport: CPU per action",
-        ("stepwell", "plain loop", "added"),
+        alone_table,
+        "The same sizes on one rank, without messages: CPU per action",
+        ("size", "stepwell", "by hand", "added", "stepwell with a trace"),
     ),
 )
 
