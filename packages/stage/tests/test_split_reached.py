@@ -70,3 +70,20 @@ def test_refused(how: str) -> None:
 @pytest.mark.parametrize("how", ["partial", "method"])
 def test_what_is_copied_with_the_model(threads: Callable[..., Any], how: str) -> None:
     check(threads, Collecting(how).double(), [{"x": X}], [[{"x": X}, {"x": 2 * X}]] * 2)
+
+
+model = Collecting("method").double()
+
+
+class Settings:
+    model = 2.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * Settings.model
+
+
+def test_an_attribute_that_is_called_like_a_global() -> None:
+    """A function that reads an attribute ``model`` was refused where a global variable of this name is the model."""
+    model.scale = scaled  # type: ignore[assignment]
+    split(model, 2, example={"x": X})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections import deque
@@ -50,4 +51,5 @@ def _reached(function: Any) -> Iterator[Any]:
             if cell != types.CellType():
                 yield cell.cell_contents
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
+        names = {one.argval for one in dis.get_instructions(function.__code__) if one.opname == "LOAD_GLOBAL"}
+        yield from (function.__globals__[name] for name in names if name in function.__globals__)
