@@ -133,8 +133,8 @@ class Tie:
         rank = self._transport.rank
         batch: list[Send | Recv] = []
         targets = []
-        for number, group, tensor, holding in self._joint:
-            local = _local(tensor if isinstance(tensor, nn.Parameter) else self._now(group))
+        for number, group, _, holding in self._joint:
+            local = _local(self._copies(group)[0])
             if holding[0] == rank:
                 batch += [Send(self._op(group, rank, peer, TIE, number), local) for peer in holding[1:]]
             else:
@@ -143,6 +143,10 @@ class Tie:
         received = self._transport.post(batch).wait() if batch else ()
         for target, value in zip(targets, received, strict=True):
             target.copy_(value)
+        for group in self.groups:
+            copies = list(map(_local, self._copies(group)))
+            for other in copies[1:]:
+                other.copy_(copies[0])
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
@@ -223,14 +227,14 @@ class Tie:
             )
         return local
 
-    def _now(self, group: TiedGroup) -> torch.Tensor:
-        """This rank's copy of a buffer, which forwards may replace by another tensor."""
-        holders = dict(group.holders)
-        found = [
-            find(stage, holders[stage.stage_index]) for stage in self._executor.stages if stage.stage_index in holders
-        ]
-        assert found[0] is not None  # this rank holds it
-        return found[0]
+    def _copies(self, group: TiedGroup) -> list[torch.Tensor]:
+        """This rank's copies, of the lowest stage first: one, but forwards may put others in a buffer's place on each stage."""
+        own = self._own.get(group.name)
+        if own is None or isinstance(own, nn.Parameter):
+            return [] if own is None else [own]
+        stages = {stage.stage_index: stage for stage in self._executor.stages}
+        found = [find(stages[index], name) for index, name in group.holders if index in stages]
+        return list({id(one): one for one in found if one is not None}.values())
 
     def _check_still_tied(self) -> None:
         """That the modules hold the parameters that were tied, and not others made since."""
