@@ -154,6 +154,7 @@ class StageGlue(Glue):
             The stage's outputs, as they are made.
         """
         self.count = 0
+        self._templates.forward += 1
         self.route = route
         self._sent = [None] * self._outputs
         self.unit_seconds = 0.0
@@ -231,7 +232,7 @@ class StageGlue(Glue):
             if known is not None:
                 known.check(name, out, needs=self._absence.tracks, shapes=self._measures)
         else:
-            out = self._templates.known(name, module, call, given, example).result()
+            out = self._templates.known(name, module, call, given, example).result(self._templates.forward)
             taken = route.part.takes.get(number)
             if taken is not None:
                 out = self._with(out, taken)

@@ -15,7 +15,7 @@ import torch
 
 from ._state import slots_of
 
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _EMPTY = frozenset(
     (*_PLAIN, type(None), slice, type(...))
 )  # classes of what holds no tensor, for most values are of these
@@ -130,9 +130,9 @@ def structure(value: Any, tensors: list[torch.Tensor], objects: list[Any]) -> Ha
     if kind is slice:
         return (kind, *[structure(item, tensors, objects) for item in (value.start, value.stop, value.step)])
     if kind in _EMPTY or isinstance(value, _PLAIN):
-        return (kind, value)
+        return (kind, value if value == value else None)  # no nan is another
     if kind is dict or isinstance(value, Mapping):
-        return (kind, *[(str(name), structure(item, tensors, objects)) for name, item in value.items()])
+        return (kind, *[(repr(name), structure(item, tensors, objects)) for name, item in value.items()])
     names = _fields(value)
     if names is not None:
         return (kind, *[structure(getattr(value, name, None), tensors, objects) for name in names])

@@ -314,7 +314,7 @@ class Recorder(Glue):
                 raise
             except Exception as error:  # whatever torch or the module says when there is no data
                 raise NeedsDataError(f"unit {name!r} ({type(module).__name__}): {error}") from error
-            out, effects = known.result(anew=True), known.effects
+            out, effects = known.result(), known.effects
             if known.attributes:
                 raise StageUsageError(
                     f"unit {name!r} gives a tensor with an attribute {known.attributes[0]!r}, which stages that receive it do not"

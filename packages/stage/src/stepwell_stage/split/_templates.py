@@ -69,11 +69,15 @@ class Templates:
 
     Args:
         absence: makes absent tensors.
+
+    Attributes:
+        forward: which one is under way.
     """
 
     def __init__(self, absence: Absence) -> None:
         self._absence = absence
         self._known: dict[Hashable, Known] = {}
+        self.forward = 0
 
     @property
     def count(self) -> int:
@@ -139,7 +143,7 @@ class Templates:
             if versions(given.tensors) != before:  # it changes what it is given, to be done each time
                 return out
             known = self._keep(key, Known(out))
-        return known.result()
+        return known.result(self.forward)
 
     def _key(self, what: tuple[str, bool] | tuple[int, str], given: Given, example: Example | None) -> Hashable:
         """What a result depends on.
@@ -156,7 +160,12 @@ class Templates:
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key: list[Hashable] = [what, example, autocast, needs, given.structure]
         for tensor in given.tensors:
-            key += (tensor.shape, tensor.stride() if tensor.layout is torch.strided else None, tensor.dtype, tensor.layout)
+            key += (
+                tensor.shape,
+                tensor.stride() if tensor.layout is torch.strided else None,
+                tensor.dtype,
+                tensor.layout,
+            )
         if given.objects:
             key += [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
         return tuple(key)
@@ -202,18 +211,32 @@ class Known:
         self._needs = [leaf.requires_grad for leaf in leaves]
         self._kept = [leaf.detach() for leaf in leaves]
         self._leaves = [self._leaf(number) if self._needs[number] else leaf for number, leaf in enumerate(leaves)]
-        self._versions = versions(self._leaves)
+        self._as_made = self._now()
+        self._forward: int | None = None
         self._is_one = isinstance(result, torch.Tensor)
         self._result = with_tensors(result, iter(self._leaves))
 
-    def result(self, *, anew: bool = False) -> Any:
-        """It, in containers of its own; with tensors of its own as well, or with the same again unless glue changed them."""
-        now = versions(self._leaves)
-        for number, leaf in enumerate(self._leaves):
-            if anew or now[number] != self._versions[number] or leaf.requires_grad != self._needs[number]:
-                leaf = self._leaves[number] = self._leaf(number)
-                (self._versions[number],) = versions([leaf])
+    def result(self, forward: int | None = None) -> Any:
+        """It, in containers of its own; with tensors of its own as well, or with those of the forward before.
+
+        Args:
+            forward: which one is under way. In one, tensors of two calls are not the same, and those that were changed, or have
+                got attributes, do not come again.
+        """
+        now = self._now()
+        if forward is None or forward == self._forward or now != self._as_made:
+            for number in range(len(self._leaves)):
+                self._leaves[number] = self._leaf(number)
+            self._as_made = self._now()
+        self._forward = forward
         return self._leaves[0] if self._is_one else with_tensors(self._result, iter(self._leaves), anew=True)
+
+    def _now(self) -> list[int]:
+        """What of the tensors is another when glue has changed them, or given them attributes."""
+        return [
+            (0 if leaf.is_inference() else leaf._version) + len(vars(leaf)) + leaf.requires_grad
+            for leaf in self._leaves
+        ]
 
     def _leaf(self, number: int) -> torch.Tensor:
         kept = self._kept[number]

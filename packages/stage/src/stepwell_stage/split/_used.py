@@ -23,7 +23,7 @@ class _Sent(torch.autograd.Function):
     def forward(ctx: Any, numbers: Sequence[int], marks: torch.Tensor, *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.numbers = numbers
-        return (marks.clone(), *(value.view_as(value) for value in values))
+        return (marks.clone(), *(value.detach() for value in values))
 
     @staticmethod
     def backward(ctx: Any, marks: torch.Tensor | None, *grads: torch.Tensor | None) -> Any:
@@ -37,7 +37,7 @@ class _Taken(torch.autograd.Function):
     def forward(ctx: Any, numbers: Sequence[int], marks: torch.Tensor, *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.numbers, ctx.marks = numbers, torch.zeros_like(marks)
-        return tuple(value.view_as(value) for value in values)
+        return tuple(value.detach() for value in values)  # no views, which glue may not change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

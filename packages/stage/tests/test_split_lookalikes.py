@@ -1,0 +1,147 @@
+"""Calls of a unit, and values between units, that look alike and are not the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from split_support import check, make, numbers
+from torch import Tensor, nn
+
+
+class Scale(nn.Module):
+    """Keeps the strides of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum()
+
+
+class Row(nn.Module):
+    """A unit that is called twice, then others; ``how`` says by what these go on."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], float]) -> None:
+        super().__init__()
+        self.first = Scale()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.first(x), self.first(x.mT)
+        factor = self.how(a, b)
+        y = self.layers[0](a + b.mT)
+        for layer in self.layers[1:]:
+            y = layer(y).tanh() * factor
+        return y
+
+
+def by_strides(a: Tensor, b: Tensor) -> float:
+    return (0.5 if a.is_contiguous() else 2.0) * (3.0 if b.is_contiguous() else 5.0)
+
+
+def by_identity(a: Tensor, b: Tensor) -> float:
+    return 0.5 if a is b else {a: 2.0, b: 3.0}[a]
+
+
+def by_attributes(a: Tensor, b: Tensor) -> float:
+    factor = 2.0 if hasattr(a, "factor") else 0.5  # nobody has given it one yet
+    a.factor, b.factor = 3.0, 5.0  # type: ignore[attr-defined]
+    return factor * a.factor  # type: ignore[attr-defined, no-any-return]
+
+
+STEPS = [[{"x": numbers(seed, 8, 8)[0, None]} for seed in (n, n + 1)] for n in (1, 3)]
+
+
+@pytest.mark.parametrize("how", [by_strides, by_identity, by_attributes])
+def test_one_unit_called_twice(threads: Callable[..., Any], how: Callable[[Tensor, Tensor], float]) -> None:
+    """Stages without the unit took what it gives for one tensor, with the strides of the first: wrong numbers, without a word."""
+    stages = {"first": 0, "layers.0": 0, "layers.1": 1, "layers.2": 1}
+    check(threads, make(lambda: Row(how)), STEPS[0][:1], STEPS, stages=stages)
+
+
+def test_microbatches_of_other_strides(threads: Callable[..., Any]) -> None:
+    """What a unit gives in the first microbatch was taken for what it gives in all."""
+
+    class Asks(Row):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            factor = 0.5 if y.is_contiguous() else 2.0
+            for layer in self.layers:
+                y = layer(y).tanh() * factor
+            return y
+
+    steps = [[{"x": part["x"].mT if number else part["x"]} for number, part in enumerate(step)] for step in STEPS]
+    check(threads, make(lambda: Asks(by_strides)), STEPS[0][:1], steps)
+
+
+class Takes(nn.Module):
+    """Gives as many columns as it is told, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, which: Any) -> Any:
+        y = self.inner(x)
+        if isinstance(which, dict):
+            return (y if 0 in which else y.sum(-1)), float("nan")
+        if isinstance(which, bytes):
+            return (y if which == b"all" else y.sum(-1)), math.inf
+        return y[..., list(which)], math.nan
+
+
+@pytest.mark.parametrize(
+    ("every", "few"),
+    [
+        (range(8), range(2)),
+        (b"all", b"sum"),
+        (numpy.arange(8), numpy.arange(3)),
+        ({0: "all"}, {"0": "sum"}),
+        (frozenset(range(8)), frozenset({1, 4})),
+    ],
+)
+def test_constants_that_differ(threads: Callable[..., Any], every: Any, few: Any) -> None:
+    """Other constants of these kinds were one to stages without the unit, which refused what it gave; and so was a new nan."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Takes() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                (y, _), (z, _) = layer(x, every), layer(x, few)
+                x = y + z.mean() * z.shape[-1] * z.dim()
+            return x
+
+    check(threads, make(Model), STEPS[0][:1], STEPS)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_several_ways_that_change_what_came_in_place(threads: Callable[..., Any], flag: bool) -> None:
+    """Torch refused it, in the first step: with several ways, what a stage takes was a view that a function of ours had made."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                if flag:
+                    x = x.sin()
+                x += 0.5
+                x = nn.functional.relu(x, inplace=True)
+            return x
+
+    examples = [{"x": STEPS[0][0]["x"], "flag": way} for way in (False, True)]
+    steps = [[{**part, "flag": flag} for part in step] for step in STEPS]
+    check(threads, make(Model), examples, steps)
