@@ -235,9 +235,8 @@ class C10dTransport:
             name = self.policy.channel_of(op)
             # Both ends have opened the same with this transport; what others of this link open meanwhile moves no message.
             made = link.groups.get(name) if self._channels is None or name in self._channels else None
-            if (
-                made is None or op.peer not in made.channel.ranks or op.microbatch == MEETING
-            ):  # no wire, or no channel yet
+            # No wire joins these ranks, or the channels are yet to be opened.
+            if made is None or op.peer not in made.channel.ranks or op.microbatch == MEETING:
                 route = _Route(self._group, op.peer, tag, -1, link.counts[op], is_send=is_send)
             else:
                 number = list(link.groups).index(made.channel.name)
