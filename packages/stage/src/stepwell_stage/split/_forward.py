@@ -22,6 +22,7 @@ from ._templates import Templates
 from ._used import marked, taken
 from ._values import INPUTS, Origin
 from ._ways import Route, routes
+from ._withheld import withhold
 
 
 class StageForward:
@@ -60,6 +61,7 @@ class StageForward:
         is_set = any(one.sets for one in look.ways.recordings)
         self._flags = Flags(control.root, control.units) if is_set else None
         self._draws, self._drawn = any(one.draws for one in look.ways.recordings), 0
+        self._filled = [one.filled for one in look.ways.recordings]
         self._templates = Templates(absence)
         self._glue = StageGlue(
             [sight.examples for sight in look.sights],
@@ -113,7 +115,7 @@ class StageForward:
         try:
             with self._control.running(glue):
                 result = forward(*args, **kwargs)
-            self._end(glue, result)
+            result = self._end(glue, result)
         except DoneError:
             if self._flags is not None and kept is not None:
                 self._flags.put_back(kept)
@@ -158,10 +160,13 @@ class StageForward:
         for index, output, is_copied in gives:
             sent[output] = tensors[index].clone() if is_copied else tensors[index]
 
-    def _end(self, glue: StageGlue, result: Any) -> None:
-        """The forward has returned."""
+    def _end(self, glue: StageGlue, result: Any) -> Any:
+        """The forward has returned; what of its result this stage may give."""
         route = glue.route = glue.route.ended(glue.count)
         if self._plan.is_last:
+            withheld = frozenset().union(*(self._filled[way] for way in route.ways)) if self._stage else ()
+            if withheld:
+                result = withhold(result, withheld)
             if any(map(self._absence.is_absent, shown_by(result))):
                 raise StageUsageError(
                     "the model returned something that it did not return in the example, or that a hook took out of a unit of"
@@ -172,6 +177,7 @@ class StageForward:
                 f"the model's forward ended before {route.names[glue.count]!r}, which came next in the example: split with an"
                 " example for this way too (ways=), or make what decides part of a unit (units=)"
             )
+        return result
 
     def _check_route(self, route: Route, said: Said | None) -> None:
         """Refuse to go on with what another stage made where it went another way."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -101,11 +101,9 @@ def with_tensors(value: Any, tensors: Iterator[Any], *, anew: bool = False) -> A
     """
     if isinstance(value, torch.Tensor):
         return next(tensors)
-    if isinstance(value, tuple | list | Mapping) or _fields(value) is not None:
-        if not anew and next(tensors_in(value), None) is None:
-            return value
-        return _rebuilt(value, tensors, anew=anew)
-    return value
+    if not anew and next(tensors_in(value), None) is None:
+        return value
+    return rebuilt(value, lambda item: with_tensors(item, tensors, anew=anew))
 
 
 def renewed(value: Any) -> Any:
@@ -164,23 +162,28 @@ class Given:
             self.structure = structure((args, kwargs) if kwargs else args, self.tensors, self.objects)
 
 
-def _rebuilt(value: Any, tensors: Iterator[Any], *, anew: bool) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same kind with what ``change`` makes of each of its items, in order; anything else as it is."""
     if isinstance(value, tuple):
-        items = [with_tensors(item, tensors, anew=anew) for item in value]
+        items = [change(item) for item in value]
         if hasattr(value, "_make"):
             return value._make(items)  # not by its __new__, which may want to see what it is given
         return type(value)(items) if type(value) is not tuple else tuple(items)
     if isinstance(value, list):
-        new = copy.copy(value)
-        new[:] = [with_tensors(item, tensors, anew=anew) for item in value]
+        new: Any = copy.copy(value)
+        new[:] = [change(item) for item in value]
         return new
-    new = copy.copy(value)
     if isinstance(value, Mapping):
+        new = copy.copy(value)
         for name, item in list(value.items()):
-            new[name] = with_tensors(item, tensors, anew=anew)
+            new[name] = change(item)
         return new
-    for name in _fields(value) or ():
-        object.__setattr__(new, name, with_tensors(getattr(value, name, None), tensors, anew=anew))
+    names = None if type(value) in _EMPTY else _fields(value)
+    if names is None:
+        return value
+    new = copy.copy(value)
+    for name in names:
+        object.__setattr__(new, name, change(getattr(value, name, None)))
     return new
 
 

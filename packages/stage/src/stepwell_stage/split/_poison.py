@@ -18,11 +18,11 @@ from ._frames import source_line
 from ._state import plain_in, undrawn
 
 _KINDS = (bool, int, float, complex, str, bytes, list, dict, set, deque)
-_ASKING = {name for kind in _KINDS for name in dir(kind) if name.startswith("__")} - frozenset(dir(object))
-_ASKING |= {
+ASKING = {name for kind in _KINDS for name in dir(kind) if name.startswith("__")} - frozenset(dir(object))
+ASKING |= {
     f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "str", "repr", "format", "call", "next")
 }
-_ASKING |= {f"__{name}__" for name in ("complex", "bytes", "matmul", "rmatmul", "getattr", "copy", "deepcopy")}
+ASKING |= {f"__{name}__" for name in ("complex", "bytes", "matmul", "rmatmul", "getattr", "copy", "deepcopy")}
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_stepwell_split"}
 
@@ -54,7 +54,7 @@ class Poison:
         return NotImplemented
 
 
-for _name in _ASKING:
+for _name in ASKING:
     setattr(Poison, _name, Poison._refuse)
 
 

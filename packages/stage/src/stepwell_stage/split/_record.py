@@ -25,7 +25,8 @@ from ._questions import FOLLOWED
 from ._state import DRAWN, Flags
 from ._templates import Effects, Example, Known, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
-from ._watch import Draws, Inside, Made, check_taken
+from ._watch import Draws, Inside, Made, check_returned, check_taken
+from ._withheld import filled
 
 _CHANGED = "it is changed in place"
 _UNSEEN = "it is made where nothing is seen"
@@ -148,6 +149,7 @@ class Recorder(Glue):
             DRAWN in changes,
             frozenset(name for name, tensor in self._of_units.items() if id(tensor) in self._inside),
             self._derives,
+            filled(result, lambda one: self._maker_of(one) is not None, self._seen),
         )
 
     @property
@@ -392,10 +394,15 @@ class Recorder(Glue):
         self._derives = self._derives or takes_forward_derivative()
         check_taken(unit, module, given, known, taken, functools.partial(self._origin_of, unit))
 
+    def _maker_of(self, tensor: torch.Tensor) -> str | None:
+        """The unit that made or changed a tensor."""
+        made, unit = self._inside.get(id(tensor), (None, ""))
+        return unit if made is not None and made() is tensor else None
+
     def _origin_of(self, unit: str, tensor: torch.Tensor) -> str:
         """Where a tensor comes from, in words; "" where a unit has made it itself."""
-        made, maker = self._inside.get(id(tensor), (None, unit))
-        if made is not None and made() is tensor:
+        maker = self._maker_of(tensor)
+        if maker is not None:
             return "" if maker == unit else f"a tensor that unit {maker!r} makes"
         seen = self._seen.get(id(tensor))
         if seen is None or seen.tensor is not tensor:
@@ -464,14 +471,7 @@ class Recorder(Glue):
         """Which value a tensor is now."""
         seen = self._seen.get(id(tensor))
         if seen is None:
-            made, unit = self._inside.get(id(tensor), (None, ""))
-            if made is not None and made() is tensor:
-                raise StageUsageError(
-                    f"{source_line('the forward')} takes a tensor that unit {unit!r} makes but does not return, or returns in an"
-                    " object that is not looked into: what hooks keep, what is put into attributes or into a list that a unit"
-                    " was given, other stages do not see; return it, in a tuple, list, dict or dataclass, or make the module that"
-                    " takes it a unit (units=)"
-                )
+            check_returned(self._maker_of(tensor))
             if self._before is not None and self._before._is_made(tensor):
                 raise StageUsageError(
                     f"{source_line('the forward')} takes what an earlier forward has made of what units make, and each stage"

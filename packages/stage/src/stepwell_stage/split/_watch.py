@@ -101,3 +101,17 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """One operation."""
         self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def check_returned(maker: str | None) -> None:
+    """Refuse what glue takes of what a unit makes and does not return.
+
+    Args:
+        maker: the unit, if there is one.
+    """
+    if maker is not None:
+        raise StageUsageError(
+            f"{source_line('the forward')} takes a tensor that unit {maker!r} makes but does not return, or returns in an object"
+            " that is not looked into: what hooks keep, what is put into attributes or into a list that a unit was given, other"
+            " stages do not see; return it, in a tuple, list, dict or dataclass, or make the module that takes it a unit (units=)"
+        )
