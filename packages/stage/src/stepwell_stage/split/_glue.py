@@ -225,7 +225,7 @@ class StageGlue(Glue):
                     " example, or a hook took the value out of a unit of another stage; split with an example for this way too"
                     " (ways=)"
                 )
-            known = self._templates.elsewhere(name, self._shadows[name], given, example)
+            known = self._templates.elsewhere(name, module, self._shadows[name], given, example)
             start = time.perf_counter()
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start

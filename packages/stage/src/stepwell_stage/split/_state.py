@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_PLAIN_TYPES = frozenset(_PLAIN)
+PLAIN_TYPES = frozenset(_PLAIN)
 _ROWS = frozenset((dict, OrderedDict, list, tuple))
 _CODE = (
     type,
@@ -81,7 +81,7 @@ _NOT_PLAIN = object()
 
 def _as_plain(value: Any) -> Any:
     """A value that can be compared later on, of what is looked at as a whole."""
-    if type(value) in _PLAIN_TYPES or isinstance(value, (*_PLAIN, torch.Tensor)):
+    if type(value) in PLAIN_TYPES or isinstance(value, (*_PLAIN, torch.Tensor)):
         return value
     if isinstance(value, random.Random):
         return value.getstate()
@@ -126,9 +126,8 @@ def drawn() -> int:
     return zlib.crc32(repr(states).encode())
 
 
-_DRAWING = (
-    threading.RLock()
-)  # the generators are the process's: what one thread takes back, another would take for draws
+# The generators are the process's: what one thread takes back, another would take for draws.
+_DRAWING = threading.RLock()
 
 
 @contextlib.contextmanager

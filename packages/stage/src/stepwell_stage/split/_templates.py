@@ -16,6 +16,7 @@ from ..exceptions import StageUsageError
 from ._absent import Absence, look_alike, memory_of, versions
 from ._leaves import Given, contents, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
+from ._shadow import Attributes
 from ._state import plain_in
 
 # A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
@@ -77,6 +78,7 @@ class Templates:
     def __init__(self, absence: Absence) -> None:
         self._absence = absence
         self._known: dict[Hashable, Known] = {}
+        self._attributes: dict[str, Attributes] = {}
         self.forward = 0
 
     @property
@@ -100,11 +102,14 @@ class Templates:
         known = self._known.get(key)
         return self._keep(key, self._make(name, call, given, example)) if known is None else known
 
-    def elsewhere(self, name: str, shadow: nn.Module, given: Given, example: Example | None) -> Known | None:
+    def elsewhere(
+        self, name: str, unit: nn.Module, shadow: nn.Module, given: Given, example: Example | None
+    ) -> Known | None:
         """What stages that do not have a unit take it to return, and to do.
 
         Args:
             name: of the unit.
+            unit: the unit.
             shadow: the unit as these stages have it.
             given: what it takes.
             example: see :meth:`known`.
@@ -121,7 +126,8 @@ class Templates:
                     given = Given(*copy.deepcopy((given.args, dict(given.kwargs)), absent))
                 except Exception:  # whatever their own code says
                     return None
-            known = self._keep(key, self._make(name, shadow, given, example))
+            with self._attributes.setdefault(name, Attributes()).given(unit, shadow):
+                known = self._keep(key, self._make(name, shadow, given, example))
         return known
 
     def operation(self, number: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
