@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,17 @@ def test_microbatches_of_other_strides(threads: Callable[..., Any]) -> None:
     check(threads, make(lambda: Asks(by_strides)), STEPS[0][:1], steps)
 
 
+class Whole(Tensor):
+    part = 8
+
+    def __new__(cls, y: Tensor) -> Tensor:  # type: ignore[misc]
+        return y[..., : cls.part]
+
+
+class Half(Whole):
+    part = 4
+
+
 class Takes(nn.Module):
     """Gives as many columns as it is told, and a number."""
 
@@ -94,6 +106,8 @@ class Takes(nn.Module):
             return (y if 0 in which else y.sum(-1)), float("nan")
         if isinstance(which, bytes):
             return (y if which == b"all" else y.sum(-1)), math.inf
+        if callable(which):
+            return which(y), math.nan
         return y[..., list(which)], math.nan
 
 
@@ -105,6 +119,11 @@ class Takes(nn.Module):
         (numpy.arange(8), numpy.arange(3)),
         ({0: "all"}, {"0": "sum"}),
         (frozenset(range(8)), frozenset({1, 4})),
+        (torch.tanh, functools.partial(torch.sum, dim=-1)),
+        (nn.Tanh(), nn.Flatten(0)),
+        (lambda y: y.cos(), lambda y: y[..., :2]),
+        (*((lambda y, end=end: y[..., :end]) for end in (8, 2)),),
+        (Whole, Half),
     ],
 )
 def test_constants_that_differ(threads: Callable[..., Any], every: Any, few: Any) -> None:
@@ -145,3 +164,25 @@ def test_several_ways_that_change_what_came_in_place(threads: Callable[..., Any]
     examples = [{"x": STEPS[0][0]["x"], "flag": way} for way in (False, True)]
     steps = [[{**part, "flag": flag} for part in step] for step in STEPS]
     check(threads, make(Model), examples, steps)
+
+
+def test_default_dtypes_that_differ(threads: Callable[..., Any]) -> None:
+    """What an operation gave under one was taken for what it gives under another: wrong numbers, without a word."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor, is_long: bool = False) -> Tensor:
+            y = self.layers[0](x)
+            torch.set_default_dtype(torch.float64 if is_long else torch.float32)
+            half = y.argmax(-1) / 2
+            torch.set_default_dtype(torch.float32)
+            factor = 0.5 if half.dtype is torch.float64 else 2.0
+            for layer in list(self.layers)[1:]:
+                y = layer(y) * factor
+            return y
+
+    steps = [[{**part, "is_long": bool(number)} for part in step[:1]] for number, step in enumerate(STEPS)]
+    check(threads, make(Model), steps[0], steps)

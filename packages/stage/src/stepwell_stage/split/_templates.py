@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -164,7 +166,7 @@ class Templates:
             needs = (torch.is_grad_enabled(), *[tensor.requires_grad for tensor in given.tensors])
         kind = self._absence.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key: list[Hashable] = [what, example, autocast, needs, given.structure]
+        key: list[Hashable] = [what, example, autocast, torch.get_default_dtype(), needs, given.structure]
         for tensor in given.tensors:
             key += (
                 tensor.shape,
@@ -173,7 +175,7 @@ class Templates:
                 tensor.layout,
             )
         if given.objects:
-            key += [tuple(_kept_in(one)) for one in given.objects if not isinstance(one, nn.Module)]
+            key += [tuple(_kept_in(one)) for one in given.objects]
         return tuple(key)
 
     def _keep(self, key: Hashable, known: Known) -> Known:
@@ -373,8 +375,18 @@ def check_content(name: str, before: Sequence[tuple[Any, list[Any]]], result: An
 
 
 def _kept_in(value: Any) -> Iterator[Hashable]:
-    for name, _, _, one in plain_in([value], "", set()):
-        yield (name, (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one)
+    """What of an object may decide what a unit that is given it does."""
+    if isinstance(value, nn.Module | type | types.BuiltinFunctionType):
+        yield value
+    elif isinstance(value, types.FunctionType):
+        yield value.__code__  # it may be made anew for each call
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        yield from _kept_in([*cells, *(value.__defaults__ or ())])
+    elif isinstance(value, functools.partial):
+        yield from (*_kept_in(value.func), *_kept_in([*value.args, *value.keywords.items()]))
+    else:
+        for name, _, _, one in plain_in([value], "", set()):
+            yield (name, (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one)
 
 
 def _as_input(samples: Sequence[_Sample], position: int) -> _Dim:
