@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -250,6 +252,10 @@ def test_contexts_that_are_none_are_refused(contexts: Any, sentence: str) -> Non
         executor_of(LoopbackFabric(1).transport(0), one_f_one_b(1, 2), around_action=contexts)
 
 
+def nothing_around(action: Action) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 def _quiet(call: ActionCall) -> None:
     with contextlib.suppress(Exception):
         call.run()
@@ -282,6 +288,29 @@ def test_an_error_that_a_tool_lets_pass_is_one_all_the_same(threads: Threads, op
             step(executor)
 
     threads(run, 2)
+
+
+@pytest.mark.parametrize(
+    "tools", [{"handlers": {Kind.F: lambda call: call.run()}}, {"around_action": [nothing_around]}]
+)
+def test_nothing_of_a_failed_step_is_kept(tools: dict[str, Any]) -> None:
+    """The error was, and with it the activations: after one of too little memory there was still too little."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def fail(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        kept.append(weakref.ref(output))
+        raise MemoryError
+
+    stage = PipelineStage(modules(1)[0], 0, 1, "cpu")
+    executor = Executor(stage, one_f_one_b(1, 2), fail, **tools)
+    gc.disable()  # what waits for it is kept too
+    try:
+        with pytest.raises(StageExecutionError) as caught:
+            step(executor)
+        del caught
+        assert [one() for one in kept] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_handler_that_does_not_wait_for_its_thread_is_told_to(threads: Threads) -> None:

@@ -167,7 +167,7 @@ class _Counted:
         self._call = call
         self._times = 0
         self._is_done = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def __call__(self) -> None:
         self._times += 1
@@ -176,18 +176,18 @@ class _Counted:
         try:
             self._call(self.action.microbatch)
         except BaseException as error:
-            self._error = error
+            self.error = error
             raise
         self._is_done = True
 
     def begin(self) -> None:
         """Before its handler is called."""
-        self._times, self._is_done, self._error = 0, False, None
+        self._times, self._is_done, self.error = 0, False, None
 
     def end(self) -> None:
         """After that: other actions build on what it did, so an error is one even where the handler let it pass."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self._is_done or (not self._times and self.action.kind in _MAY_BE_LEFT_OUT):
             return
         if self._times:
@@ -222,9 +222,13 @@ def _call_custom(handler: Handler, call: ActionCall, _: int | None) -> None:
 def _call_counted(handler: Handler, call: ActionCall, counted: Sequence[_Counted], _: int | None) -> None:
     for run in counted:
         run.begin()
-    handler(call)
-    for run in counted:
-        run.end()
+    try:
+        handler(call)
+        for run in counted:
+            run.end()
+    finally:
+        for run in counted:
+            run.error = None  # whose frames hold the microbatch's tensors
 
 
 def _run_all(counted: Sequence[_Counted]) -> None:
@@ -238,16 +242,19 @@ def _nothing() -> None:
 
 def _within(around: Sequence[Around], action: Action, call: Callable[[Any], None], microbatch: int | None) -> None:
     failed: BaseException | None = None
-    with contextlib.ExitStack() as stack:
-        for enter in around:
-            stack.enter_context(enter(action))
-        try:
-            call(microbatch)
-        except BaseException as error:
-            failed = error
-            raise
-    if failed is not None:  # a context let it pass, but what comes next builds on what was not done
-        raise failed
+    try:
+        with contextlib.ExitStack() as stack:
+            for enter in around:
+                stack.enter_context(enter(action))
+            try:
+                call(microbatch)
+            except BaseException as error:
+                failed = error
+                raise
+        if failed is not None:  # a context let it pass, but what comes next builds on what was not done
+            raise failed
+    finally:
+        del failed  # which holds this frame, and with it the microbatch's tensors
 
 
 def _in_range(name: str, call: Callable[[Any], None], microbatch: int | None) -> None:
