@@ -376,8 +376,10 @@ def check_content(name: str, before: Sequence[tuple[Any, list[Any]]], result: An
 
 def _kept_in(value: Any) -> Iterator[Hashable]:
     """What of an object may decide what a unit that is given it does."""
-    if isinstance(value, nn.Module | type | types.BuiltinFunctionType):
+    if isinstance(value, nn.Module | type):
         yield value
+    elif isinstance(value, types.BuiltinFunctionType):  # also a method, whose object may hold a microbatch's tensors
+        yield value if isinstance(value.__self__, types.ModuleType | type | None) else value.__qualname__
     elif isinstance(value, types.FunctionType):
         yield value.__code__  # it may be made anew for each call
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
