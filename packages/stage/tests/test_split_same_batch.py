@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -142,6 +143,21 @@ def test_what_is_the_same_said_otherwise(threads: Callable[..., Any]) -> None:
     given = [alike.look(Batch(kwargs={**one, "more": value})) for value in (nan, nan.clone())]
     numbers = given[0].numbers(wait=True)
     assert given[1].other([*numbers[:SLOTS], *[0] * SLOTS], wait=True) is None
+
+
+def test_tensors_without_elements_of_their_own_and_devices() -> None:
+    """A quantized one ended the process, a nested one was an error inside of torch; a rank's own device is no other batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of prototypes
+        quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    kinds = (quantized, nested, torch.device("cuda", 0))
+    alike = Alike(Inputs(Words()), [{**batch(0), "more": kinds[0]}])
+    looks = []
+    for more in (*kinds, torch.device("cuda", 1)):
+        looks.append(alike.look(Batch(kwargs={**batch(0), "more": more})).numbers(wait=True)[:SLOTS])
+    assert len({tuple(look) for look in looks}) == 3
+    assert looks[2] == looks[3]
 
 
 def test_only_the_first_rank_is_asked_where_it_alone_is_given_the_batch(threads: Callable[..., Any]) -> None:

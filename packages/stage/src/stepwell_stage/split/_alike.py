@@ -172,6 +172,8 @@ def _look(value: Any) -> int:
     """Stands for how a value looks; never 0."""
     if isinstance(value, torch.Tensor):
         return _look_of(value.shape, value.dtype) if _is_plain(value) else _crc((type(value).__name__, value.dtype))
+    if isinstance(value, torch.device):
+        return _crc(value.type)  # each rank has its own
     tensors = list(map(_look, tensors_in(value)))
     if type(value) is list and len(tensors) == len(value):
         return _crc(tensors)
@@ -214,7 +216,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
         and tensor.layout is torch.strided
-        and not tensor.is_meta
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
     )
 
 
