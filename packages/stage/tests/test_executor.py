@@ -632,6 +632,22 @@ def one_rank(**options: Any) -> Executor:
     return Executor(PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, "cpu"), **options)
 
 
+def test_an_output_that_cannot_be_put_together_is_named() -> None:
+    """It was said that it cannot be sent to another stage, which nobody had wanted."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"y": super().forward(x), "cache": [object()]}
+
+    executor = Executor(
+        PipelineStage(Keeps(WIDTH, WIDTH), 0, 1, "cpu"), gpipe(1, 2), lambda out, y: functional.mse_loss(out["y"], y)
+    )
+    x, y = batch(2)
+    with pytest.raises(StageUsageError, match=r"outputs\['cache'\]\[0\] is a object, .* or pass return_outputs=False"):
+        executor.step(x, target=y)
+    executor.step(x, target=y, return_outputs=False)
+
+
 def test_wrong_arguments_are_refused_before_anything_runs() -> None:
     two = [PipelineStage(nn.Linear(WIDTH, WIDTH), stage, 2, "cpu") for stage in range(2)]
     with pytest.raises(StageUsageError, match=r"needs a transport: pass transport="):

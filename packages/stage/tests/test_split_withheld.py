@@ -20,6 +20,7 @@ X = torch.randn(6, 4, generator=draw(1)).double()
 class Cache:
     def __init__(self) -> None:
         self.rows: dict[int, Tensor] = {}
+        self.window = torch.tensor(3)  # glue's, as in a cache with a window
 
     def put(self, number: int, row: Tensor) -> int:
         self.rows[number] = row * 1.0
@@ -29,11 +30,11 @@ class Cache:
 class Layer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.number, self.inner = number, nn.Linear(4, 4)
+        self.number, self.inner, self.keeps = number, nn.Linear(4, 4), True
 
     def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
         y = self.inner(x)
-        if cache is not None:
+        if cache is not None and self.keeps:
             cache.put(self.number, y)
         return x + y.tanh()
 
@@ -88,6 +89,24 @@ def test_it_is_not_shown_where_a_stage_has_some_of_it_alone(threads: Callable[..
 def test_it_is_whole_where_one_stage_has_all_units() -> None:
     cut = split(make(Row), 1, example={"x": X[:2]})
     assert sorted(cut.module(0)(x=X)["cache"].rows) == [0, 1, 2, 3]
+
+
+def test_it_is_whole_where_units_of_the_last_stage_alone_fill_it(threads: Callable[..., Any]) -> None:
+    model = make(Row)
+    for layer in list(model.layers)[:3]:
+        layer.keeps = False
+    schedule = schedules.one_f_one_b(2, 3)
+
+    def step(transport: Transport) -> Any:
+        cut = split(model, 2, example={"x": X[:2]})
+        stages = cut.stages(schedule.placement, transport.rank, "cpu", transport=transport)
+        executor = Executor(stages, schedule, lambda output: output["loss"] + output["cache"].rows[3].sum())
+        executor.step(x=X, return_outputs=False)
+        return executor.loss
+
+    parts = [model(part) for part in X.chunk(3)]
+    expected = sum(part["loss"].item() + part["cache"].rows[3].sum().item() for part in parts) / 3
+    assert threads(step, 2)[1].item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_loss_that_needs_it_is_refused(threads: Callable[..., Any]) -> None:

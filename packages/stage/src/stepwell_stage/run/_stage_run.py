@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from stepwell_meta import ForwardMeta, extract_metas, normalize_outputs, validate
-from stepwell_meta.exceptions import PipeliningMetadataError
+from stepwell_meta.exceptions import PipeliningMetadataError, UnsupportedValueError
 
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
@@ -262,7 +262,13 @@ class StageRun:
         if self.has_backward:
             self._roots[microbatch] = roots
         if data.keep_outputs:
-            outputs = normalize_outputs(value)
+            try:
+                outputs = normalize_outputs(value)
+            except UnsupportedValueError as error:
+                raise StageUsageError(
+                    f"{error.path or 'what the last stage returns'} is a {error.type_name}, which cannot be put together from those"
+                    " of all microbatches: return tensors and plain values in its place, or pass return_outputs=False"
+                ) from error
             kept = outputs.structure.rebuild([leaf.detach() for leaf in outputs.leaves])
             if not data.outputs:
                 data.check_output(kept)

@@ -61,7 +61,9 @@ class StageForward:
         is_set = any(one.sets for one in look.ways.recordings)
         self._flags = Flags(control.root, control.units) if is_set else None
         self._draws, self._drawn = any(one.draws for one in look.ways.recordings), 0
-        self._filled = [one.filled for one in look.ways.recordings]
+        self._withheld = [
+            {number for number, units in one.filled if units - control.shadows.keys()} for one in look.ways.recordings
+        ]
         self._templates = Templates(absence)
         self._glue = StageGlue(
             [sight.examples for sight in look.sights],
@@ -164,7 +166,7 @@ class StageForward:
         """The forward has returned; what of its result this stage may give."""
         route = glue.route = glue.route.ended(glue.count)
         if self._plan.is_last:
-            withheld = frozenset().union(*(self._filled[way] for way in route.ways)) if self._stage else ()
+            withheld = set().union(*(self._withheld[way] for way in route.ways))
             if withheld:
                 result = withhold(result, withheld)
             if any(map(self._absence.is_absent, shown_by(result))):

@@ -149,7 +149,7 @@ class Recorder(Glue):
             DRAWN in changes,
             frozenset(name for name, tensor in self._of_units.items() if id(tensor) in self._inside),
             self._derives,
-            filled(result, lambda one: self._maker_of(one) is not None, self._seen),
+            filled(result, self._maker_of),
         )
 
     @property

@@ -104,7 +104,7 @@ class Recording:
         rewritten: names of parameters and buffers of units that units change.
         draws: whether glue draws random numbers of Python's or NumPy's.
         derives: whether it takes derivatives in forward mode, of which a process takes one at a time.
-        filled: which of the objects in what it returns units fill.
+        filled: objects in what it returns that units fill, by their number among its objects, and these units.
     """
 
     names: tuple[str, ...]
@@ -123,4 +123,4 @@ class Recording:
     draws: bool = False
     rewritten: frozenset[str] = frozenset()
     derives: bool = False
-    filled: frozenset[int] = frozenset()
+    filled: tuple[tuple[int, frozenset[str]], ...] = ()

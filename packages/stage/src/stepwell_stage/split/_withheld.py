@@ -35,21 +35,17 @@ for _name in ASKING - {"__repr__", "__str__", "__format__", "__hash__", "__eq__"
     setattr(Withheld, _name, Withheld._refuse)
 
 
-def filled(result: Any, is_made: Callable[[torch.Tensor], bool], seen: Collection[int]) -> frozenset[int]:
-    """Which of the objects in a result hold what is made within units, and nothing else that is made.
+def filled(result: Any, maker_of: Callable[[torch.Tensor], str | None]) -> tuple[tuple[int, frozenset[str]], ...]:
+    """Which of the objects in a result hold what is made within units, and these units.
 
     Args:
         result: what the model returned.
-        is_made: whether a tensor is made within a unit.
-        seen: identities of tensors that glue and units give.
+        maker_of: the unit within which a tensor is made, if there is one.
     """
     objects: list[Any] = []
     structure(result, [], objects)
-    return frozenset(
-        number
-        for number, one in enumerate(objects)
-        if any(map(is_made, shown_by(one))) and not any(id(tensor) in seen for tensor in shown_by(one))
-    )
+    makers = (frozenset(map(maker_of, shown_by(one))) for one in objects)
+    return tuple((number, frozenset(filter(None, some))) for number, some in enumerate(makers) if some - {None})
 
 
 def withhold(result: Any, numbers: Collection[int]) -> Any:
