@@ -266,8 +266,8 @@ class StageRun:
                 outputs = normalize_outputs(value)
             except UnsupportedValueError as error:
                 raise StageUsageError(
-                    f"{error.path or 'what the last stage returns'} is a {error.type_name}, which cannot be put together from those"
-                    " of all microbatches: return tensors and plain values in its place, or pass return_outputs=False"
+                    f"{error.path or 'what the last stage returns'} is a {error.type_name}, which cannot be put together from"
+                    " those of all microbatches: return tensors and plain values in its place, or pass return_outputs=False"
                 ) from error
             kept = outputs.structure.rebuild([leaf.detach() for leaf in outputs.leaves])
             if not data.outputs:
