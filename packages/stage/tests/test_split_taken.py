@@ -92,3 +92,10 @@ def test_refused(find: str) -> None:
 def test_constants_of_the_model_are_everywhere(threads: Callable[..., Any], find: Any) -> None:
     torch.manual_seed(0)
     check(threads, Row(find).double(), [{"x": X}], [[{"x": torch.randn(2, 4).double()} for _ in range(2)]])
+
+
+def test_a_table_that_is_there_before_the_split(threads: Callable[..., Any]) -> None:
+    model = Row(filled_once).double()
+    with torch.no_grad():
+        model(X)
+    check(threads, model, [{"x": X}], [[{"x": torch.randn(2, 4).double()} for _ in range(2)]])

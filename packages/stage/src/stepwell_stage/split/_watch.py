@@ -84,7 +84,7 @@ def check_taken(
             raise StageUsageError(
                 f"unit {unit!r} uses {origin_of(tensor)}, which it is not given, but finds elsewhere, such as in an attribute of"
                 f" another module ({source_line('the forward')}): pass it to the unit, or make the module that holds both a unit"
-                " (units=)"
+                " (units=); a table that whoever comes first makes for all is there if the model has run once before it is split"
             )
 
 
