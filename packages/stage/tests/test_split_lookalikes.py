@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -186,3 +187,21 @@ def test_default_dtypes_that_differ(threads: Callable[..., Any]) -> None:
 
     steps = [[{**part, "is_long": bool(number)} for part in step[:1]] for number, step in enumerate(STEPS)]
     check(threads, make(Model), steps[0], steps)
+
+
+@pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.sub])
+def test_what_is_here_compared_with_what_is_not(threads: Callable[..., Any], compare: Callable[..., Any]) -> None:
+    """Python asked the absent side first, the other way round, and the step was refused: 'lt' came there, and now 'gt'."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                y = layer(x)
+                x = y + compare(torch.arange(8) * 0.05, y) * 0.5 + compare(y, x) * 0.25
+            return x
+
+    check(threads, make(Model), STEPS[0][:1], STEPS)

@@ -28,6 +28,11 @@ from ._ways import Route
 _TENSOR_ATTRIBUTES = frozenset(("T", "mT", "H", "mH", "data", "grad", "real", "imag"))
 
 
+# Python puts a comparison to its right side first, the other way round, if the class of that is below the left one's, as an
+# absent tensor's is. So both are one operation, for either side may be absent.
+_MIRRORED = {"gt": "lt", "ge": "le"}
+
+
 class DoneError(BaseException):
     """Nothing that a stage must compute or send is left. Not an ``Exception``, which the model's own code might catch."""
 
@@ -62,7 +67,7 @@ class Glue(TorchFunctionMode):
         elif name in MEASURES or name in BY_SHAPE:
             for tensor in tensors_in(args[:1]):
                 self.measured(tensor)
-        return self.operation(func, name, args, kwargs or {})
+        return self.operation(func, _MIRRORED.get(name, name), args, kwargs or {})
 
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One operation of glue."""
