@@ -205,3 +205,26 @@ def test_what_is_here_compared_with_what_is_not(threads: Callable[..., Any], com
             return x
 
     check(threads, make(Model), STEPS[0][:1], STEPS)
+
+
+@pytest.mark.parametrize(
+    "write", [Tensor.copy_, lambda y, h: y[:, 0].copy_(h[:, 1]), lambda y, h: y.__setitem__(0, h[0])]
+)
+def test_whether_what_was_written_into_needs_a_gradient(threads: Callable[..., Any], write: Callable[..., Any]) -> None:
+    """Stages that had no data of what was written took the tensor to need none, and went on with other numbers."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layers[0](x)
+            y = torch.zeros_like(h)
+            write(y, h)
+            factor = 0.5 if y.requires_grad and not y.is_leaf else 2.0
+            for layer in list(self.layers)[1:]:
+                y = layer(y) * factor
+            return y
+
+    check(threads, make(Model), STEPS[0][:1], STEPS)

@@ -153,6 +153,8 @@ class Absence:
             if not isinstance(given[number], FakeTensor):  # real so far, but not what will be read from it
                 self._overwritten[memory_of(given[number])] = (given[number], used[number].requires_grad)
                 self.overwrote.append(given[number])
+                if used[number].requires_grad and not given[number].requires_grad:  # as Python may ask
+                    given[number].mul_(needing(torch.ones((), dtype=used[number].dtype, device=given[number].device)))
         back = {id(stand_in): one for stand_in, one in zip(used, given, strict=True) if stand_in is not one}
         if back and any(id(leaf) in back for leaf in tensors_in(out)):  # what it was given
             return with_tensors(out, (back.get(id(leaf), leaf) for leaf in tensors_in(out)))
