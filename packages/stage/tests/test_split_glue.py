@@ -312,7 +312,9 @@ def test_what_would_differ_is_refused(threads: Callable[..., Any]) -> None:
         split(row(checkpoints), 4, example=X)
     with pytest.raises(StageUsageError, match=r"units layers\.0, layers\.1 are in one checkpoint.*on stages 0, 1"):
         split(row(checkpoints), {"layers.1": 1}, example=X)
-    model = row(lambda self, x: self.layers[1](model.layers[0](x)) + self.layers[3](self.layers[2](x)))
+    others: list[nn.Module] = []
+    model = row(lambda self, x: self.layers[1](others[0].layers[0](x)) + self.layers[3](self.layers[2](x)))
+    others.append(model)
     with pytest.raises(StageUsageError, match=r"reaches 'layers\.0\.inner\.0\.weight' of the model itself"):
         split(model, 2, example=X)
     nested = nn.Sequential(row(lambda self, x: self.layers[1](self.layers[0](x))))

@@ -250,8 +250,9 @@ def test_what_leaves_a_unit_by_another_way_than_its_return() -> None:
     """Cut, it was refused in the first step, with a sentence about other things; all parameters were on every stage by then."""
     returned = r"takes a tensor that unit 'layers\.0' makes but does not return.* return it"
     given = r"unit 'layers\.0' changes a list that it is given, which other stages do not see: return it"
+    kept = r"looks at 'kept', which unit 'layers\.0' changes.* return it"
     for how in ("hook", "list", "attribute", "result"):
-        with pytest.raises(StageUsageError, match=given if how == "list" else returned):
+        with pytest.raises(StageUsageError, match={"list": given, "hook": kept}.get(how, returned)):
             split(Collects(how), 2, example=X)
 
 

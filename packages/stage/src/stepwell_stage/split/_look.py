@@ -263,8 +263,10 @@ def _record(
     originals = {} if real else {id(parameter): name for name, parameter in model.named_parameters()}
     if copy.training != mode[0]:
         copy.train(mode[0])
+    inside = {id(module) for unit in control.units for module in unit.modules()}
+    outside = [module for module in copy.modules() if id(module) not in inside]
     templates, owned = None if real else Templates(absence), {name: control.named[name] for name in own}
-    plain, before = UnitState(), None
+    plain, before = UnitState(outside), None
     with control.shown():
         flags = Flags(copy, control.units)
     sights: list[Sight] = []

@@ -21,6 +21,7 @@ from .._compat import pop_function_mode, push_function_mode
 from ..exceptions import StageUsageError
 from ._absent import Absence
 from ._glue import Glue
+from ._reached import reach_copies
 
 _OWN = "_stepwell_split"
 
@@ -174,6 +175,9 @@ def copy_structure(
             f"{type(model).__name__} cannot be cut, for its structure cannot be copied: {error}; wrap parts in DDP or FSDP2,"
             " compile or otherwise change them after the split, on the stages' modules"
         ) from error
+    reach_copies(new.modules(), memo)
+    for shadow in shadows.values():
+        reach_copies(shadow.modules(), {**memo, **shadow_memo})
     foreign = [memo[id(unit)] for name, unit in units.items() if name not in own]
     absent |= _forget_meta(new, foreign, absence)
     named = dict(named_tensors(new))

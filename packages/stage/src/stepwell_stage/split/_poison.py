@@ -7,7 +7,7 @@ list or dict that gets longer or shorter, all is replaced; of one whose items al
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -59,9 +59,14 @@ for _name in ASKING:
 
 
 class UnitState:
-    """Watches the plain state of units and of what they are given. Mutable: it knows what was changed by whom."""
+    """Watches the plain state of units and of what they are given. Mutable: it knows what was changed by whom.
 
-    def __init__(self) -> None:
+    Args:
+        outside: modules that are in no unit, which hooks of units may reach.
+    """
+
+    def __init__(self, outside: Sequence[nn.Module]) -> None:
+        self._outside = outside
         self._changed: dict[tuple[int, Any], tuple[Any, Any, str]] = {}  # holder, true value, and who changed it
 
     def call(self, name: str, module: nn.Module, args: Any, call: Callable[[], Any]) -> Any:
@@ -75,12 +80,12 @@ class UnitState:
 
         """
         hidden = self._restore(name)
-        before = _look(module, args)
+        before = self._look(module, args)
         try:
             with undrawn():  # what a unit draws is its own matter
                 return call()
         finally:
-            after = _look(module, args)
+            after = self._look(module, args)
             for place, (holder, now) in after.items():
                 if place in hidden or place not in before or not _are_same(before[place][1], now):
                     self._hide(place, holder, name)
@@ -89,6 +94,24 @@ class UnitState:
     def is_changed(self) -> bool:
         """Whether any unit changed anything."""
         return bool(self._changed)
+
+    def _look(self, module: nn.Module, args: Any) -> _Found:
+        """What is in a unit and in what it is given."""
+        seen: set[int] = set()
+        modules = list(module.modules())
+        if any(one._forward_hooks or one._forward_pre_hooks for one in modules):
+            modules += self._outside
+        every = [place for one in modules for place in plain_in(one, "", seen)]
+        every += plain_in(args, "", seen)
+        found: _Found = {
+            (id(holder), key): (holder, value)
+            for _, holder, key, value in every
+            if isinstance(holder, dict | list) and not isinstance(value, torch.Tensor | Poison)
+        }
+        for one in modules:
+            own = vars(one)
+            found.update(_containers(own, own.keys() - _OF_TORCH, set()))
+        return found
 
     def _restore(self, name: str) -> set[tuple[int, Any]]:
         """Give a unit back what it changed, unless glue has put something else there, as it does on every stage."""
@@ -103,22 +126,6 @@ class UnitState:
         self._changed[place] = (holder, value, name)
         if value is not None:  # asked for by ``is``, which nobody hears: left as it is
             holder[place[1]] = Poison(name, str(place[1]))
-
-
-def _look(module: nn.Module, args: Any) -> _Found:
-    """What is in a unit and in what it is given."""
-    seen: set[int] = set()
-    every = [place for one in module.modules() for place in plain_in(one, "", seen)]
-    every += plain_in(args, "", seen)
-    found: _Found = {
-        (id(holder), key): (holder, value)
-        for _, holder, key, value in every
-        if isinstance(holder, dict | list) and not isinstance(value, torch.Tensor | Poison)
-    }
-    for one in module.modules():
-        own = vars(one)
-        found.update(_containers(own, own.keys() - _OF_TORCH, set()))
-    return found
 
 
 def _containers(holder: Any, keys: Iterable[Any], seen: set[int]) -> Iterator[tuple[tuple[int, Any], tuple[Any, Any]]]:

@@ -1,4 +1,4 @@
-"""What functions that a model keeps reach of it: through a closure they reach the model itself, and not a stage's copy of it."""
+"""What functions that a model keeps reach of it: a copy of the model has the same functions, which reach the model itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dis
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,43 @@ from torch import nn
 from ..exceptions import StageUsageError
 
 
+def reach_copies(modules: Iterable[nn.Module], copies: Mapping[int, Any]) -> None:
+    """Let hooks, and functions in attributes, of copied modules reach copies where their closures and defaults reach originals.
+
+    Args:
+        modules: the copies.
+        copies: what was made of each original, by its identity.
+    """
+    made: dict[int, types.FunctionType] = {}
+    for module in modules:
+        places: tuple[dict[Any, Any], ...] = (vars(module), module._forward_hooks, module._forward_pre_hooks)
+        for place in places:
+            for key, value in place.items():
+                if isinstance(value, types.FunctionType):
+                    place[key] = _as_copy(value, copies, made)
+
+
+def _as_copy(value: Any, copies: Mapping[int, Any], made: dict[int, types.FunctionType]) -> Any:
+    """The copy of a value; of a function one that reaches copies, if it reaches any original."""
+    if not isinstance(value, types.FunctionType):
+        return copies.get(id(value), value)
+    if id(value) not in made:
+        cells = value.__closure__ or ()
+        made[id(value)] = new = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, None, tuple(types.CellType() for _ in cells)
+        )
+        new.__defaults__ = tuple(_as_copy(one, copies, made) for one in value.__defaults__ or ()) or None
+        new.__kwdefaults__ = {name: _as_copy(one, copies, made) for name, one in (value.__kwdefaults__ or {}).items()}
+        new.__dict__.update(value.__dict__)
+        new.__qualname__, new.__module__ = value.__qualname__, value.__module__
+        for mine, cell in zip(new.__closure__ or (), cells, strict=True):
+            if cell != types.CellType():
+                mine.cell_contents = _as_copy(cell.cell_contents, copies, made)
+    return made[id(value)]
+
+
 def check_reached(model: nn.Module) -> None:
-    """Refuse hooks, and functions in attributes, that reach modules of the model, or what these hold, without being given it.
+    """Refuse hooks, and functions in attributes, that reach modules of the model, or what these hold, by a global variable.
 
     A copy of the model has the same function. What it puts into the model's list, the copy's forward does not find in its own.
 
@@ -33,23 +68,18 @@ def check_reached(model: nn.Module) -> None:
         functions = [(f"a hook of {parts[id(module)]}", hook) for hook in hooks]
         functions += [(repr(f"{name}.{key}" if name else key), value) for key, value in vars(module).items()]
         for label, function in functions:
-            found = next((parts[id(value)] for value in _reached(function) if id(value) in parts), None)
+            found = next((parts[id(value)] for value in _globals_of(function) if id(value) in parts), None)
             if found is not None:
                 raise StageUsageError(
-                    f"{label} is a function that reaches {found} through a closure or a global variable, and so the model"
-                    " itself on every stage, not the stage's copy of it: make it a method, or functools.partial of a"
-                    " function that is given what it uses"
+                    f"{label} is a function that reaches {found} through a global variable, and so the model itself on every"
+                    " stage, not the stage's copy of it: make it a method, or functools.partial of a function that is given what"
+                    " it uses"
                 )
 
 
-def _reached(function: Any) -> Iterator[Any]:
-    """What a function uses that is no argument of it, and no copy of it has copies of."""
+def _globals_of(function: Any) -> Iterator[Any]:
     if isinstance(function, functools.partial):
-        yield from _reached(function.func)
+        yield from _globals_of(function.func)
     elif isinstance(function, types.FunctionType):
-        for cell in function.__closure__ or ():
-            if cell != types.CellType():
-                yield cell.cell_contents
-        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         names = {one.argval for one in dis.get_instructions(function.__code__) if one.opname == "LOAD_GLOBAL"}
         yield from (function.__globals__[name] for name in names if name in function.__globals__)
