@@ -148,6 +148,8 @@ def test_numbers_that_python_takes_from_values(threads: Callable[..., Any]) -> N
         lambda x: float(x.detach().numpy().mean()),
         lambda x: float(f"{x.mean():.6f}"),
         lambda x: len(repr(x.detach() * 0 + 1000)),
+        lambda x: float(x.detach()[:, : 1 + (x.detach().mean() > 0).long()].mean()),
+        lambda x: float(x.detach()[(x.detach().mean() > 0).long() :: 2].sum()),
     ]
     for number_of in cases:
 

@@ -175,7 +175,9 @@ def reads(name: str, args: tuple[Any, ...]) -> bool:
     if name in _READS or (name == "where" and len(args) == 1):
         return True
     if name == "__getitem__":
-        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+        slices = [one for one in (args[1] if isinstance(args[1], tuple) else args[1:]) if type(one) is slice]
+        masks = (index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+        return next(tensors_in(slices), None) is not None or any(masks)
     if name in ("full", "full_like", "new_full") and looked_into(name, args, {}):
         return True
     return name == "repeat_interleave" and any(isinstance(arg, torch.Tensor) for arg in args[1:])

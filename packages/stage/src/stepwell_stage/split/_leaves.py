@@ -31,6 +31,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
+    elif type(value) is slice:
+        for item in (value.start, value.stop, value.step):
+            yield from tensors_in(item)
     elif type(value) not in _EMPTY and (names := _fields(value)) is not None:
         for name in names:
             yield from tensors_in(getattr(value, name, None))
@@ -178,6 +181,8 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         for name, item in list(value.items()):
             new[name] = change(item)
         return new
+    if type(value) is slice:
+        return slice(change(value.start), change(value.stop), change(value.step))
     names = None if type(value) in _EMPTY else _fields(value)
     if names is None:
         return value
