@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import attrs
 import cloudpickle
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_a_model_trains_over_processes(name: str, schedule: str, table: Table, w
     difference = expected.difference([result for part in parts for result in part])
     table.add(name, "processes", words_of(difference, expected.allowed))
     assert difference <= expected.allowed
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Mistral", "Bloom", "T5"])
+def test_a_model_that_returns_a_cache(name: str) -> None:
+    """As they do unless they are told not to: no stage has all of the cache, and they were refused in the first step."""
+    entry = BY_NAME[name]
+
+    def make() -> torch.nn.Module:
+        model = entry.make()
+        model.config.use_cache = True  # type: ignore[union-attr, assignment]
+        return model
+
+    difference = reference(name).difference(on_threads(attrs.evolve(entry, make=make), 4, "1F1B"))
+    assert difference <= reference(name).allowed
 
 
 def test_most_models_are_right_everywhere() -> None:
