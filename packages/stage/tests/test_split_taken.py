@@ -99,3 +99,30 @@ def test_a_table_that_is_there_before_the_split(threads: Callable[..., Any]) -> 
     with torch.no_grad():
         model(X)
     check(threads, model, [{"x": X}], [[{"x": torch.randn(2, 4).double()} for _ in range(2)]])
+
+
+class Applies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(self.inner(x))
+
+
+class Handing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Applies() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = x.mul
+        for layer in self.layers:
+            x = layer(x, times)
+        return x
+
+
+def test_a_method_of_a_tensor_is_given_with_its_tensor(threads: Callable[..., Any]) -> None:
+    """It was refused, as if the unit had found the tensor elsewhere."""
+    steps = [[{"x": torch.randn(rows, 4).double()} for rows in (2, 3)] for _ in range(2)]
+    check(threads, Handing().double(), [{"x": X}], steps)

@@ -68,7 +68,7 @@ def shown_by(value: Any) -> Iterator[torch.Tensor]:
             todo += one.__defaults__ or ()
         elif isinstance(one, functools.partial):
             todo += (one.func, *one.args, *one.keywords.values())
-        elif isinstance(one, types.MethodType):
+        elif isinstance(one, types.MethodType | types.BuiltinFunctionType):
             todo.append(one.__self__)
         elif isinstance(one, Mapping):
             todo += one.values()
