@@ -18,11 +18,13 @@ stage, for all run the same code. Where Python looks at data (an ``if``, an ``it
 
 **Deciding.** Units are found (`_units`), put on stages in the order in which they run, and the pure part (`_demand`) follows
 what each stage's units need back to what that stage has. Of what it has not, it takes from an earlier stage whatever moves
-the fewest bytes: a sum that glue made there, rather than its two parts. These are the wires. Parameters never cross: glue
-that reads one on several stages makes it a tied one.
+the fewest bytes (`_least`): a sum that glue made there, rather than its two parts. These are the wires. Parameters never cross:
+glue that reads one on several stages makes it a tied one.
 
 **Running.** A stage's module (`_own`) is a copy of the model's structure with its own parameters in place and the others
-absent. Its forward runs under a function mode (`_glue`) which counts as before; at the number of a received value it gives
+absent; functions that the model keeps reach that copy (`_reached`). Its inputs enter as was decided for those of their look
+(`_entry`), hooks of the model see them (`_hooked`), and its forward runs under a function mode (`_glue`)
+which counts as before; at the number of a received value it gives
 that one, at the number of a sent one it keeps it, and at the last number that matters it stops. If anything comes in another
 order than it did in the example, the step is refused.
 
@@ -44,6 +46,9 @@ that units change are poisoned while an example is looked at (`_poison`), so tha
 it again. A value with random numbers in it, or a hook on its gradient, is made on one stage alone. What a checkpoint encloses is
 on one stage, for it runs again in backward (`_frames`). Counters of glue run on every stage, to the forward's end (`_state`);
 what a forward sets and takes back, such as a flag, is put back where a stage stops in between.
+
+**Across ranks.** In a pipeline's first step all must have planned the same (`_fingerprint`); in each step all that are given a
+batch must be given the same (`_alike`). Objects that units of several stages fill, such as a cache, no stage gives (`_withheld`).
 
 What this cannot do is said before anything is sent: values that would go back to an earlier stage, ways that no example showed,
 what leaves a unit by another way than its return, state of glue that depends on what units make.
