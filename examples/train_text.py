@@ -300,7 +300,8 @@ def sample(model: nn.Module, options: argparse.Namespace, length: int = 160) -> 
         scores = scores_of(model(tokens[:, -options.seq_len :]))[:, -1] / 0.7
         drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, drawn], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # no control codes to the terminal
 
 
 def schedule_for(options: argparse.Namespace) -> Schedule:

@@ -196,6 +196,19 @@ def test_numbers_are_not_cut_in_a_narrow_terminal(
         assert all(number in shown for number in numbers)
 
 
+def test_headings_are_whole_in_any_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heading longer than its table was cut at the table's edge, whatever the terminal's width: of "each rank at most:", which
+    says what the numbers are, "each" was left."""
+    to_csv(one_f_one_b(2, 3), tmp_path / "a.csv")
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        words = as_text(capsys, "prove", tmp_path / "a.csv").split("┏")[0].split()
+        expected = "a is proved for first in, first out, per-edge channels, rendezvous; each rank at most:"
+        assert " ".join(words) == expected
+
+
 def test_actions_have_their_colours_in_a_terminal_and_nowhere_else(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

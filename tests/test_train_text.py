@@ -74,6 +74,15 @@ def test_any_schedule_is_trained_predicted_and_drawn(name: str) -> None:
         assert [line.split("|")[0] for line in lines[1:4]] == ["rank 0 ", "rank 1 ", "rank 2 "]
 
 
+def test_a_model_that_has_learnt_nothing_sends_no_control_codes_to_the_terminal() -> None:
+    """Its sample was of any bytes, and went to the terminal as they were, those that begin escape sequences too."""
+    sizes = ["--steps", "1", "--layers", "1", "--width", "8", "--batch", "2", "--seq-len", "8", "--microbatches", "2"]
+    code, output = run_here(SCRIPT, [*sizes, "--stages", "1", "--no-check"])
+    assert code == 0
+    assert "\ufffd" in output
+    assert all(character.isprintable() for line in output.split("\n") for character in line)
+
+
 def test_it_starts_processes_and_trains_on_gloo(arguments: list[str]) -> None:
     """As a user starts it; two processes say as much about that as four."""
     command = [sys.executable, str(SCRIPT), *arguments, "--launcher", "gloo", "--stages", "2"]

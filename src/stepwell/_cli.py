@@ -90,7 +90,8 @@ def _print(report: Report) -> None:
 
     console = Console()
     for shown in report.tables:
-        table = RichTable(title=Text(shown.title), title_justify="left", title_style="bold", header_style="bold")
+        console.print(Text(shown.title, "bold"))  # not as the table's title, which is cut where the table ends
+        table = RichTable(header_style="bold")
         for number, name in enumerate(shown.columns):
             last = number == len(shown.columns) - 1
             table.add_column(name, justify=shown.justify if number else "left", no_wrap=not last)

@@ -62,9 +62,13 @@ def add_plan(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
     parser.add_argument("--batch", type=int, required=True, help="samples of one step")
     parser.add_argument("--memory", type=_size, help="bytes that a rank may hold, for example 40GiB")
-    parser.add_argument("--microbatches", type=_numbers, help="numbers of microbatches to try, for example 8,16")
-    parser.add_argument("--stages-per-rank", type=_numbers, default=[1, 2, 3, 4], help="for example 1,2")
-    parser.add_argument("--schedules", type=_names, help="names to try, for example 1f1b,zbv")
+    parser.add_argument(
+        "--microbatches",
+        type=_numbers,
+        help="numbers of microbatches to try, for example 8,16 (default: those that divide --batch, up to 8 a rank)",
+    )
+    parser.add_argument("--stages-per-rank", type=_numbers, default=[1, 2, 3, 4], help="to try (default 1,2,3,4)")
+    parser.add_argument("--schedules", type=_names, help="names to try, for example 1f1b,zbv (default: all)")
     parser.add_argument("--csv", type=_target, help="write the best schedule to this file")
     parser.add_argument(
         "--picture", type=_picture, help="draw the best plan to this .svg, .png or .json (Perfetto) file"
@@ -79,7 +83,9 @@ def add_prove(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--tagged", action="store_true", help="messages are matched by what they are, in any order")
     parser.add_argument("--buffered", action="store_true", help="sends are done when posted, not when received")
     names = [policy.value for policy in ChannelPolicy]
-    parser.add_argument("--channels", choices=names, default="per-edge", help="which messages share a channel")
+    parser.add_argument(
+        "--channels", choices=names, default="per-edge", help="which messages share a channel (default per-edge)"
+    )
     parser.set_defaults(run=_prove)
 
 
@@ -89,9 +95,11 @@ def add_timeline(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="+", type=Path, help="schedules or plans as CSV, simulated; or traces as JSON; drawn together"
     )
-    parser.add_argument("--forward", type=float, default=1.0, help="seconds of an F, for simulations")
-    parser.add_argument("--backward", type=float, default=2.0, help="seconds of a B; I and W take half each")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds of a message")
+    parser.add_argument("--forward", type=float, default=1.0, help="seconds of an F, for simulations (default 1)")
+    parser.add_argument(
+        "--backward", type=float, default=2.0, help="seconds of a B; I and W take half each (default 2)"
+    )
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds of a message (default 0)")
     parser.add_argument(
         "--overlap-gain",
         type=float,
