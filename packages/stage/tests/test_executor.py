@@ -16,9 +16,9 @@ from torch.nn import functional
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Rules, Transport
 from stepwell_p2p.exceptions import DeadlockError, PeerFailure
-from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule, TensorChunkSpec
+from stepwell_stage import Action, Executor, Kind, PipelineStage, Schedule, TensorChunkSpec, lower
 from stepwell_stage.exceptions import StageExecutionError, StageUsageError
-from stepwell_stage.schedules import forward_only, gpipe, one_f_one_b
+from stepwell_stage.schedules import forward_only, gpipe, interleaved_1f1b, one_f_one_b
 
 Threads = Callable[..., list[Any]]
 WIDTH = 6
@@ -114,6 +114,31 @@ def test_p006_p008_p029_p031_bitwise_as_one_process_on_threads(
         x, y = batch(11)
         results = threads(one_step, ranks, make(ranks, microbatches), 11)
         assert_same(results, plain_loop(x, y, microbatches))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4, 100])
+def test_prefetch_moves_receives_and_nothing_else(threads: Threads, prefetch: int) -> None:
+    """What holds for a step holds for an evaluation. It was 1, of which only those knew who lowered schedules themselves."""
+    schedule = interleaved_1f1b(2, 5)
+
+    def run(transport: Transport) -> tuple[Any, bool]:
+        stages = stages_for(transport, schedule.placement, build_layers())
+        executor = Executor(stages, schedule, functional.mse_loss, transport=transport, prefetch=prefetch)
+        assert executor.plan == lower(schedule, prefetch=prefetch)
+        x, y = batch(10)
+        given, target = (x,) if executor.is_first else (), y if executor.is_last else None
+        losses: list[torch.Tensor] = []
+        outputs = executor.step(*given, target=target, losses=losses)
+        again = executor.eval(*given, target=target)
+        alike = outputs is None or torch.equal(again, outputs)
+        return (losses, [p.grad for p in executor.parameters()], outputs), alike
+
+    (first, _), (second, alike) = threads(run, 2)
+    assert alike
+    losses, grads, outputs = plain_loop(*batch(10), 5)
+    assert [loss.item() for loss in second[0]] == [loss.item() for loss in losses]
+    assert all(map(torch.equal, [*first[1][:2], *second[1][:2], *first[1][2:], *second[1][2:]], grads))
+    assert torch.equal(second[2], outputs)
 
 
 @pytest.mark.parametrize("rendezvous", [True, False])

@@ -26,8 +26,8 @@ def rows(plan: Plan) -> list[str]:
 
 def test_a_chain() -> None:
     assert rows(lower(one_f_one_b(2, 2))) == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0WAIT_F0 0B1 0WAIT_F1",
-        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1WAIT_B0 1B1 1SEND_B1 1WAIT_B1",
+        "0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0WAIT_F0 0B1 0WAIT_F1",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1WAIT_B0 1B1 1SEND_B1 1WAIT_B1",
     ]
 
 
@@ -50,15 +50,15 @@ def test_a_stage_with_several_sources_receives_from_each_apart() -> None:
     plan = lower(forward_only(Placement.loop(4, 2), 2), [(0, 1), (0, 3), (1, 2), (2, 3)])
     # On the edge from rank 0 to rank 1 stage 0 sends to stages 1 and 3 at once, long before stage 2 sends to stage 3.
     assert rows(plan)[1] == (
-        "1RECV_F0 3RECV_F0@0 1RECV_F1 1F0 1SEND_F0 3RECV_F1@0 3RECV_F0@2 1F1 1SEND_F1 3RECV_F1@2 1WAIT_F0 3F0 1WAIT_F1 3F1"
+        "1RECV_F0 3RECV_F0@0 1RECV_F1 3RECV_F1@0 3RECV_F0@2 1F0 1SEND_F0 3RECV_F1@2 1F1 1SEND_F1 1WAIT_F0 3F0 1WAIT_F1 3F1"
     )
     prove(plan, FIFO)
 
 
 def test_data_parallel_stages() -> None:
     assert rows(lower(one_f_one_b(2, 2), sharded=[0, 1], reduced=[0])) == [
-        "0UNSHARD 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0WAIT_F0 0B1 0REDUCE_GRAD 0WAIT_F1 0RESHARD",
-        "1RECV_F0 1UNSHARD 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1WAIT_B0 1B1 1SEND_B1 1WAIT_B1 1RESHARD",
+        "0RECV_B0 0UNSHARD 0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0B0 0WAIT_F0 0B1 0REDUCE_GRAD 0WAIT_F1 0RESHARD",
+        "1RECV_F0 1RECV_F1 1UNSHARD 1F0 1B0 1SEND_B0 1F1 1WAIT_B0 1B1 1SEND_B1 1WAIT_B1 1RESHARD",
     ]
 
 
@@ -135,7 +135,7 @@ def test_p135_forward_only_lets_go_of_what_it_sent() -> None:
     for m in (16, 64):
         proof = prove(lower(forward_only(Placement.loop(4, 4), m)), FIFO)
         assert max(proof.peak_sends) <= 3
-        assert max(proof.peak_receives) <= 2
+        assert max(proof.peak_receives) <= 3
 
 
 @pytest.mark.parametrize(

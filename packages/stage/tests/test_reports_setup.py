@@ -126,7 +126,7 @@ def test_p015_p016_channels_first_then_agreement_then_microbatches(threads: Thre
     for opened, before, calls in threads(run, 2):
         assert opened == (0, (0, 1), (Wire(0, 0, 1, 0),))
         assert {-2, -1} <= set(before)
-        assert max(before) <= 0  # beside agreement at most the first microbatch's values
+        assert max(before) <= 1  # beside agreement at most values that may come next
         assert calls == 8
 
 

@@ -60,8 +60,8 @@ def test_p135_64_microbatches_take_as_many_receive_buffers_as_are_in_flight(work
         (functional.mse_loss(layers(part.clone()), part) / count).backward()
     for rank, (grad, allocated, in_flight) in enumerate(results):
         assert torch.equal(grad, layers[rank].scale.grad)
-        # Values live from their receive, one action ahead, to their backward; gradients until they are used.
-        values, gradients = (4 - rank) + 1 if rank > 0 else 0, 2 if rank < 3 else 0
+        # Values live from their receive, two actions ahead, to their backward; gradients until they are used.
+        values, gradients = (4 - rank) + 1 if rank > 0 else 0, 3 if rank < 3 else 0
         assert 0 < allocated <= values + gradients
         assert in_flight == 0
 

@@ -191,7 +191,7 @@ def v_step(transport: Transport, cls: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("cls", [ScheduleZBVZeroBubble, ScheduleDualPipeV])
 def test_defer_pp_recv_posts_receives_just_before_their_use(threads: Threads, cls: Any) -> None:
-    for options, ahead in (({}, 1), ({"defer_pp_recv": True}, 0)):
+    for options, ahead in (({}, 2), ({"defer_pp_recv": True}, 0)):
         plan = threads(v_step, 2, cls, **options)[1]
         receive, use = plan.index("1RECV_F1"), next(at for at, text in enumerate(plan) if "1F1" in text)
         between = [text for text in plan[receive:use] if stepwell_stage.Action.parse(text).kind.is_compute]

@@ -7,7 +7,9 @@ actions before the one that takes it. Three rules keep it safe and lean:
   first-in-first-out channel agree without looking at each other. A stage that takes values from several others has one RECV for
   each, since no one order of its receives may suit every edge. A RECV names its source unless that is the neighbour alone.
 * *Early, but not too early.* A receive is posted ``prefetch`` compute actions ahead of its use: early enough that the transfer
-  runs under other work, late enough that buffers follow the microbatches in flight and not M.
+  runs under other work and that the sender knows of it when it sends (a backend that meets a send without its receive asks the
+  receiver first, which is one message more and a way there and back), late enough that buffers follow the microbatches in
+  flight and not M.
 * *Let go.* A sent value is kept until its send is done. Its WAIT stands where waiting costs nothing and can close no circle: for
   a value right after the backward of the same microbatch, whose gradient proves the arrival; for what is not answered
   (gradients, and values where there is no backward) before the first action that, in a timeline of equal actions, starts after
@@ -29,6 +31,8 @@ from ._messages import Messages, Port
 from ._pause import collector_paused
 from ._schedule import Schedule
 from ._shard import with_data_parallel
+
+PREFETCH = 2
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
@@ -95,7 +99,7 @@ def lower(
     schedule: Schedule,
     links: Iterable[tuple[int, int]] | None = None,
     *,
-    prefetch: int = 1,
+    prefetch: int = PREFETCH,
     sharded: Collection[int] = (),
     reduced: Collection[int] = (),
     max_unsharded: int = 3,
@@ -110,7 +114,8 @@ def lower(
     Args:
         schedule: what each rank computes.
         links: pairs of stages (source, later destination) between which values travel; by default each stage and the next.
-        prefetch: how many compute actions ahead of its use a receive is posted, at least 0.
+        prefetch: how many compute actions ahead of its use a receive is posted, at least 0; so many more values than are in use
+            may have memory on a rank.
         sharded: stages whose parameters are gathered (UNSHARD) before they compute and freed (RESHARD) afterwards.
         reduced: stages whose gradients are reduced (REDUCE_GRAD) after their last backward.
         max_unsharded: how many sharded stages a rank may have gathered at once: those at work, and those coming next.

@@ -14,7 +14,7 @@ from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Transport, Wi
 
 from ..exceptions import StageUsageError
 from ..plan._action import Action, Kind
-from ..plan._lower import Plan, lower
+from ..plan._lower import PREFETCH, Plan, lower
 from ..plan._schedule import Schedule
 from ..plan._timeline import Event
 from ..plan._wiring import same_wiring
@@ -67,6 +67,8 @@ class Executor:
         kwargs_chunk_spec: likewise by name; keyword inputs that it does not name follow the default.
         output_merge_spec: likewise for the outputs that :meth:`step` puts together; None there for a value that is the same for
             every microbatch.
+        prefetch: how many compute actions ahead of its use a receive is posted, in a schedule and in evaluation; a :class:`Plan`
+            says for itself. More hides more of the way between ranks, less needs less memory.
         share_loss: whether every rank gets the loss, with one more small message for each stage and step. The same on every rank.
         trace: whether to note when each action starts and ends, in :attr:`events`.
         handlers: what runs in place of actions, by :class:`Kind`, or for custom actions by name. A handler is given an
@@ -98,6 +100,7 @@ class Executor:
         args_chunk_spec: Sequence[Any] | None = None,
         kwargs_chunk_spec: Mapping[str, Any] | None = None,
         output_merge_spec: Any = None,
+        prefetch: int = PREFETCH,
         share_loss: bool = False,
         trace: bool = False,
         handlers: Handlers | None = None,
@@ -105,7 +108,7 @@ class Executor:
     ) -> None:
         self.stages = (stages,) if isinstance(stages, PipelineStage) else tuple(stages)
         self.wiring = same_wiring([stage.wires for stage in self.stages], schedule.placement.num_stages)
-        self.plan = schedule if isinstance(schedule, Plan) else lower_for(self.stages, schedule)
+        self.plan = schedule if isinstance(schedule, Plan) else lower_for(self.stages, schedule, prefetch)
         if self.plan.links != self.wiring.links:
             raise StageUsageError(
                 f"{self.plan.schedule.name} was lowered for the links {self.plan.links}, but the stages' wires make the links"
@@ -123,6 +126,7 @@ class Executor:
         self._args_spec = args_chunk_spec
         self._kwargs_spec = kwargs_chunk_spec
         self._output_spec = output_merge_spec
+        self._prefetch = prefetch
         check_handlers(handlers or {}, around_action, self.plan, self.transport.rank)
         self._cutter = Cutter(self.plan.num_microbatches, args_chunk_spec, kwargs_chunk_spec)
         self._handlers = dict(handlers or {})
@@ -219,7 +223,7 @@ class Executor:
             plan = self.plan
             if self._train.has_backward:
                 forwards = forward_only(plan.placement, plan.num_microbatches)
-                plan = lower_for(self.stages, forwards)
+                plan = lower_for(self.stages, forwards, self._prefetch)
             self._eval = self._make_run(plan)
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         with torch.no_grad():
@@ -236,6 +240,7 @@ class Executor:
             args_chunk_spec=self._args_spec,
             kwargs_chunk_spec=self._kwargs_spec,
             output_merge_spec=self._output_spec,
+            prefetch=self._prefetch,
             share_loss=self.share_loss,
             trace=True,
             handlers=self._handlers,
@@ -353,7 +358,7 @@ class Executor:
             )
 
 
-def lower_for(stages: Sequence[PipelineStage], schedule: Schedule, *, prefetch: int = 1) -> Plan:
+def lower_for(stages: Sequence[PipelineStage], schedule: Schedule, prefetch: int) -> Plan:
     """The plan for these stages of one rank: their wires, and what those of them that are data parallel do.
 
     What such stages of other ranks do is of no concern here: it changes no message.

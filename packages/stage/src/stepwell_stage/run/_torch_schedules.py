@@ -17,7 +17,7 @@ import torch
 from ..exceptions import StageUsageError
 from ..plan._action import Action
 from ..plan._csv import from_csv, to_csv
-from ..plan._lower import Plan
+from ..plan._lower import PREFETCH, Plan
 from ..plan._schedule import Schedule
 from ..plan.schedules._dualpipe_v import dualpipe_v
 from ..plan.schedules._forward_only import forward_only
@@ -27,7 +27,7 @@ from ..plan.schedules._looped_bfs import looped_bfs
 from ..plan.schedules._one_f_one_b import one_f_one_b
 from ..plan.schedules._zbv import zbv
 from ..plan.schedules._zero_bubble import interleaved_zero_bubble
-from ._executor import Executor, lower_for
+from ._executor import Executor
 from ._stage import PipelineStage
 
 Loss = Callable[..., torch.Tensor]
@@ -65,8 +65,8 @@ class _TorchSchedule:
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._loss_kwargs: Mapping[str, Any] = {}
-        self._prefetch = 0 if defer_pp_recv else 1
         self._options: dict[str, Any] = {
+            "prefetch": 0 if defer_pp_recv else PREFETCH,
             "args_chunk_spec": args_chunk_spec,
             "kwargs_chunk_spec": kwargs_chunk_spec,
             "output_merge_spec": output_merge_spec,
@@ -136,8 +136,6 @@ class _TorchSchedule:
         """Run this from now on."""
         if isinstance(schedule, Schedule) and self._loss_fn is None:
             schedule = forward_only(schedule.placement, schedule.num_microbatches)
-        if isinstance(schedule, Schedule) and self._prefetch != 1:
-            schedule = lower_for(self._stages, schedule, prefetch=self._prefetch)
         loss_fn = None if self._loss_fn is None else functools.partial(self._loss, self._loss_fn)
         self._executor = Executor(self._stages, schedule, loss_fn, **self._options)
 
@@ -236,7 +234,7 @@ class PipelineScheduleMulti(_TorchSchedule):
         use_full_backward: torch does not use it any more either.
         scale_grads: see :class:`PipelineScheduleSingle`.
         backward_requires_autograd: True only.
-        defer_pp_recv: whether a receive is posted just before its use instead of one action ahead.
+        defer_pp_recv: whether a receive is posted just before its use instead of some actions ahead.
 
     Raises:
         StageUsageError: as :class:`Executor`; or for an argument that has no meaning here.
