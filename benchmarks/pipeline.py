@@ -267,7 +267,9 @@ def model_table(table: Table, pool: WorkerPool, size: Size) -> None:
 def growth_table(table: Table, pool: WorkerPool, size: Size) -> None:
     found = pool.run(growth, RANKS, size.growth, size.per_rank, size.turns, deadline=500)
     table.note = (
-        "A slot is an action of one rank, or one of those for which it waits while the pipeline fills and drains. More stages per"
+        "Wall per action is the step's, divided by one rank's actions. A slot is an action of one rank, or one of those for which"
+        f" it waits while the pipeline fills and drains: {2 * (RANKS - 1)} whatever the size, so that an action of a short step"
+        " seems dear. Where all cores are busy, those slots cost less than others, since fewer ranks work in them. More stages per"
         " rank mean more messages for each action, since the first and the last stage have one neighbour and all others two."
     )
     for name in found[0]:
@@ -282,7 +284,7 @@ def growth_table(table: Table, pool: WorkerPool, size: Size) -> None:
             f"{1 - 1 / (RANKS * stages):.2f}",
             spread(walls[0]),
             ratio(*walls),
-            *(f"{statistics.median(wall) / slots * 1e6:.0f} µs" for wall in walls),
+            *(f"{statistics.median(wall) / per * 1e6:.0f} µs" for per in (actions, slots) for wall in walls),
             *(f"{statistics.median(cpu) / (actions * RANKS) * 1e6:.0f} µs" for cpu in cpus),
         )
 
@@ -340,7 +342,18 @@ TABLES: tuple[tuple[Fill, str, tuple[str, ...]], ...] = (
     (
         growth_table,
         "Growth: 1F1B, and interleaved 1F1B with M = 16, trivial stages, stepwell",
-        ("size", "messages per action", "step", "÷ by hand", "wall per slot", "by hand", "CPU per action", "by hand"),
+        (
+            "size",
+            "messages per action",
+            "step",
+            "÷ by hand",
+            "wall per action",
+            "by hand",
+            "wall per slot",
+            "by hand",
+            "CPU per action",
+            "by hand",
+        ),
     ),
     (
         alone_table,
