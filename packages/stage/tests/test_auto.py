@@ -46,6 +46,13 @@ def test_p103_memory_limits_hold_per_rank() -> None:
     assert all(peak <= limit for peak, limit in zip(made.peak_bytes, limits, strict=True))
 
 
+def test_a_limit_may_be_a_float() -> None:
+    """``memory_limit=8e9``, as one writes it, was taken for a sequence."""
+    costs = Costs.uniform(4, activation_bytes=1)
+    placement = Placement.loop(4, 4)
+    assert zero_bubble(placement, 8, costs, memory_limit=4e0) == zero_bubble(placement, 8, costs, memory_limit=4)
+
+
 def test_unequal_costs_beat_schedules_made_for_equal_ones() -> None:
     costs = Costs(
         (1, 1, 1, 2), (3, 2, 2, 4), backward_input=(2, 1, 1, 2), backward_weight=(1, 1, 1, 2), activation_bytes=[1] * 4

@@ -247,6 +247,7 @@ def peaks(plan: Plan, row: Sequence[Action]) -> tuple[int, int, int]:
     """Activations held, receives posted and not used, sends posted and not waited for, at most."""
     found = Counter[str]()
     now = Counter[str]()
+    keeps = any(leaf.kind in (Kind.B, Kind.I) for other in plan.actions for action in other for leaf in action.leaves)
     for action in row:
         count = len(plan.peers(action)) if action.kind in (*SENDS, *RECVS, *WAITS) else 0
         now["sends"] += count * ((action.kind in SENDS) - (action.kind in WAITS))
@@ -254,7 +255,7 @@ def peaks(plan: Plan, row: Sequence[Action]) -> tuple[int, int, int]:
         for name in now:
             found[name] = max(found[name], now[name])
         for leaf in action.leaves:
-            now["held"] += (leaf.kind is Kind.F) - (leaf.kind in (Kind.B, Kind.W))
+            now["held"] += (leaf.kind is Kind.F and keeps) - (leaf.kind in (Kind.B, Kind.W))
             found["held"] = max(found["held"], now["held"])
             across = [other for _, other, _ in linked(plan, leaf)]
             now["receives"] -= sum(plan.placement.ranks[other] != plan.placement.ranks[leaf.stage] for other in across)

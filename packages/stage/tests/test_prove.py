@@ -143,6 +143,12 @@ def test_p029_one_microbatch_is_proved_like_many() -> None:
             prove(lower(one_f_one_b(num_ranks, num_microbatches)), FIFO)
 
 
+def test_a_schedule_is_no_plan_yet() -> None:
+    """Proving a schedule that was not lowered ended in an AttributeError."""
+    with pytest.raises(ScheduleError, match=r"prove\(\) takes a plan, got a Schedule; lower\(schedule\) makes one"):
+        prove(TWO, FIFO)  # type: ignore[arg-type]
+
+
 def test_unknown_policies_are_refused() -> None:
     with pytest.raises(ValueError, match="no channel policy is named 'mine'"):
         prove(plan_of(*GOOD), FIFO, channels="mine")

@@ -84,6 +84,44 @@ BUBBLES: dict[str, Callable[[int, int], Fraction]] = {
 }
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+@given(
+    num_ranks=st.integers(1, 16),
+    depth=st.integers(1, 3),
+    times=st.tuples(*[st.integers(1, 4)] * 3),
+    data=st.data(),
+)
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_the_formulas_hold_for_the_sizes_and_times_that_the_page_names(
+    name: str, num_ranks: int, depth: int, times: tuple[int, int, int], data: st.DataObject
+) -> None:
+    """The page of schedules gave some of them without a word on the times for which they hold."""
+    on_a_v = name in ("zbv", "dualpipe-v")
+    forward, inputs, weights = times
+    if name == "zb-h1":
+        weights = min(times)
+    elif on_a_v or name == "interleaved-zero-bubble":
+        inputs = weights = forward
+    schedule = _any_size(name, num_ranks, data.draw(st.integers(num_ranks * (1 + on_a_v), 64)), depth)
+    stages = schedule.placement.num_stages
+    costs = Costs(
+        [forward] * stages,
+        [inputs + weights] * stages,
+        backward_input=[inputs] * stages,
+        backward_weight=[weights] * stages,
+        overlap_gain=0.0,
+    )
+    work = schedule.num_microbatches * stages / num_ranks * (forward + inputs + weights)
+    idle = simulate(lower(schedule), costs).makespan - work
+    per_rank = {
+        "zb-h1": forward + inputs - weights,
+        "interleaved-zero-bubble": forward,
+        "zbv": forward,
+        "dualpipe-v": 2 * forward,  # (F&B) + B - 3W
+    }
+    assert idle == pytest.approx((num_ranks - 1) * per_rank.get(name, forward + inputs + weights))
+
+
 def _unit(name: str, num_ranks: int) -> Costs:
     return Costs.uniform(BY_NAME[name](num_ranks, 1).placement.num_stages)
 

@@ -282,6 +282,12 @@ def test_costs_for_other_stages_are_refused() -> None:
         simulate(lower(gpipe(2, 2)), Costs.uniform(3))
 
 
+def test_a_schedule_is_no_plan_yet() -> None:
+    """Simulating a schedule that was not lowered ended in an AttributeError."""
+    with pytest.raises(ScheduleError, match=r"simulate\(\) takes a plan, got a Schedule; lower\(schedule\) makes one"):
+        simulate(gpipe(2, 2), Costs.uniform(2))  # type: ignore[arg-type]
+
+
 def test_a_plan_that_cannot_end_is_refused() -> None:
     plan = lower(gpipe(2, 2))
     rows = [[action for action in row if str(action) != "0SEND_F1"] for row in plan.actions]

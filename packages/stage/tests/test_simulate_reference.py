@@ -169,7 +169,9 @@ class Reference:
 
 
 def held(plan: Plan, rank: int, costs: Costs) -> tuple[int, int]:
-    """Microbatches and bytes at most, action by action."""
+    """Microbatches and bytes at most, action by action; none without a backward."""
+    if not plan.schedule.has_backward:
+        return 0, 0
     counts, sizes = [0], [0]
     for leaf in itertools.chain.from_iterable(action.leaves for action in plan.actions[rank]):
         whole, kept = costs.activation_bytes[leaf.stage], costs.bytes_for_weights[leaf.stage]

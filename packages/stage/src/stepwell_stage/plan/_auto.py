@@ -29,7 +29,7 @@ from .schedules._zero_bubble import interleaved_zero_bubble, zb_h1
 
 
 def zero_bubble(
-    placement: Placement, num_microbatches: int, costs: Costs, *, memory_limit: int | Sequence[int] | None = None
+    placement: Placement, num_microbatches: int, costs: Costs, *, memory_limit: float | Sequence[float] | None = None
 ) -> Schedule:
     """A zero-bubble schedule for these costs that no rank needs more memory for than it may.
 
@@ -81,10 +81,10 @@ def _known(placement: Placement, num_microbatches: int) -> Iterator[tuple[tuple[
         yield zbv(num_ranks, num_microbatches).actions
 
 
-def _limits(placement: Placement, costs: Costs, memory_limit: int | Sequence[int] | None) -> list[float]:
+def _limits(placement: Placement, costs: Costs, memory_limit: float | Sequence[float] | None) -> list[float]:
     if memory_limit is None:
         return [float("inf")] * placement.num_ranks
-    limits = [memory_limit] * placement.num_ranks if isinstance(memory_limit, int) else list(memory_limit)
+    limits = [memory_limit] * placement.num_ranks if isinstance(memory_limit, int | float) else list(memory_limit)
     if len(limits) != placement.num_ranks:
         raise ScheduleError(f"there are {placement.num_ranks} ranks but memory limits for {len(limits)}")
     for rank, limit in enumerate(limits):

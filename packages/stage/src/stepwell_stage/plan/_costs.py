@@ -93,7 +93,7 @@ class Costs:
         backward_weight: of a W; the rest of ``backward`` where not given.
         overlap_gain: what an overlapped F and B save where a handler runs them as one, as a share of the shorter of the two, 0
             to 1; None where no handler does, and they run one after the other, see :meth:`Plan.with_pairs_apart`.
-        activation_bytes: what one microbatch holds from its F to its B (or W).
+        activation_bytes: what one microbatch holds from its F to its B (or W); nothing in a plan that runs forward only.
         kept_bytes: how much of that stays from I to W; all of it where not given.
         output_bytes: size of the message that carries the stage's value, and of that which carries its gradient back.
         latency: seconds from the start of a message to its arrival, its bytes apart.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..exceptions import StageUsageError
 from ._action import Action, Kind
-from ._timeline import Event, Timeline, label
+from ._timeline import BESIDE, Event, Timeline, label
 
 
 def to_perfetto(*timelines: Timeline, path: str | os.PathLike[str] | None = None) -> str:
@@ -67,9 +67,6 @@ def from_perfetto(path: str | os.PathLike[str]) -> tuple[Timeline, ...]:
         raise StageUsageError(f"{path} is no trace of a timeline: {type(error).__name__}: {error}") from None
 
 
-_BESIDE = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
-
-
 def _meta(kind: str, process: int, thread: int, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
 
@@ -77,7 +74,7 @@ def _meta(kind: str, process: int, thread: int, **args: object) -> dict[str, Any
 def _slice(event: Event, first: int, timeline: str) -> dict[str, Any]:
     action = event.action
     start, end = _microseconds(event.start), _microseconds(event.end)
-    waits = not action.kind.is_compute and action.kind not in _BESIDE
+    waits = not action.kind.is_compute and action.kind not in BESIDE
     return {
         "ph": "X",
         "name": f"wait {action}" if waits else label(action, with_stage=True),
@@ -85,7 +82,7 @@ def _slice(event: Event, first: int, timeline: str) -> dict[str, Any]:
         "ts": start,
         "dur": round(end - start, 3),
         "pid": first + event.rank,
-        "tid": 1 if action.kind in _BESIDE else 0,
+        "tid": 1 if action.kind in BESIDE else 0,
         "args": {
             "timeline": timeline,
             "rank": event.rank,

@@ -10,7 +10,7 @@ import attrs
 
 from ..exceptions import StageUsageError
 from ._action import Action, Kind
-from ._timeline import Event, Timeline, label, seconds
+from ._timeline import BESIDE, Event, Timeline, label, seconds
 
 LANE, GAP, LEFT, RIGHT = 26.0, 4.0, 64.0, 16.0  # pixels: height of a rank, space between two, margins
 HEAD, AXIS = 30.0, 34.0  # title above the lanes, time below
@@ -152,7 +152,7 @@ def _lane(events: Sequence[Event], top: float, scale: float) -> Iterator[Box]:
         x, width = LEFT + event.start * scale, event.seconds * scale
         action, kind = event.action, event.action.kind
         title = f"{action}: {seconds(event.seconds)} from {seconds(event.start)}"
-        if kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):  # beside compute: a strip below it
+        if kind in BESIDE:  # a strip below the rank's own
             yield Box(x, top + LANE, width, GAP - 1, COLOURS[kind][0], title=title)
         elif not kind.is_compute:
             yield Box(x, top, width, LANE, WAIT_COLOUR, hatched=True, title=f"waits in {title}")

@@ -33,7 +33,8 @@ class PlanProof:
     """What is known of a plan that was proved; each tuple holds one number per rank.
 
     Attributes:
-        peak_activations: microbatches of a stage that are held between their F and their B or W, at most.
+        peak_activations: microbatches of a stage that are held between their F and their B or W, at most; 0 where nothing runs
+            backward.
         peak_receives: messages posted to be received and not yet used by a compute action, at most.
         peak_sends: messages sent and not yet waited for, at most.
         peak_unsharded: stages whose parameters are gathered at once, at most; 0 where the plan gathers nothing.
@@ -60,10 +61,11 @@ def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPo
         The bounds that hold in every run.
 
     Raises:
-        ScheduleError: an action comes before what it needs on its own rank, is missing or there twice.
+        ScheduleError: an action comes before what it needs on its own rank, is missing or there twice; or ``plan`` is none.
         DeadlockError: a message has one end only, or the two ends of a channel disagree on an order, so that data would be mixed
             up, or ranks wait for one another in a circle. Names each rank, the action in which it waits, and for what.
     """
+    require_plan(plan, "prove")
     facts = _Facts(plan)
     ranks = [_Rank(facts, rank) for rank in range(len(plan.actions))]
     if len(ranks) > 1:
@@ -80,6 +82,16 @@ def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPo
         tuple(rank.peak_unsharded for rank in ranks),
         tuple(rank.num_messages for rank in ranks),
     )
+
+
+def require_plan(plan: object, taker: str) -> None:
+    """Refuse what is no plan, a schedule above all.
+
+    Raises:
+        ScheduleError: says what makes a plan.
+    """
+    if not isinstance(plan, Plan):
+        raise ScheduleError(f"{taker}() takes a plan, got a {type(plan).__name__}; lower(schedule) makes one")
 
 
 # Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.
@@ -99,6 +111,7 @@ class _Facts:
         self.messages = Messages.of(plan.placement, plan.links, self.count)
         size = plan.placement.num_stages * self.count
         self.forward_done, self.backward_done, self.split = bytearray(size), bytearray(size), bytearray(size)
+        self.keeps = plan.schedule.has_backward  # else no F leaves anything behind
         # By message: the step that posts its send or its receive, -1 for not yet.
         self.send_step, self.recv_step = [-1] * len(self.messages), [-1] * len(self.messages)
         self.waited = bytearray(len(self.messages))
@@ -227,7 +240,7 @@ class _Rank:
         at = stage * facts.count + (leaf[2] or 0)
         if kind is F:
             facts.forward_done[at] = 1
-            self.held += 1
+            self.held += self.facts.keeps
             self.peak_activations = max(self.peak_activations, self.held)
             self.receives -= len(facts.moved[RECV_F][stage])
             return

@@ -106,7 +106,7 @@ def plan_search(
     num_ranks: int,
     *,
     batch_size: int,
-    memory_limit: int | None = None,
+    memory_limit: float | None = None,
     network: Costs | None = None,
     num_microbatches: Iterable[int] | None = None,
     stages_per_rank: Iterable[int] = (1, 2, 3, 4),
@@ -227,7 +227,7 @@ class _Model:
     """What is searched for. Keeps what the leanest of the plans that did not fit would have needed."""
 
     def __init__(
-        self, layers: tuple[Layer, ...], limit: int | None, network: Costs, batch_size: int, most: int
+        self, layers: tuple[Layer, ...], limit: float | None, network: Costs, batch_size: int, most: int
     ) -> None:
         self.layers = layers
         self.limit = math.inf if limit is None else limit

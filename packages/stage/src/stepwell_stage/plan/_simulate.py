@@ -21,7 +21,7 @@ from ._costs import Costs
 from ._lower import Plan
 from ._messages import Messages
 from ._pause import collector_paused
-from ._prove import prove
+from ._prove import prove, require_plan
 from ._timeline import Event, Timeline
 
 
@@ -33,7 +33,7 @@ class Simulation:
         plan: what was simulated: with pairs apart, unless costs say what they save as one.
         makespan: seconds from the start of the step to the end of its last action.
         busy: seconds of compute.
-        peak_activations: microbatches of a stage held between their F and their B or W, at most.
+        peak_activations: microbatches of a stage held between their F and their B or W, at most; 0 where nothing runs backward.
         peak_bytes: bytes of activations held, at most.
         starts: for each action of each rank, when it began, waiting apart.
         ends: for each action of each rank, when it ended.
@@ -126,9 +126,10 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         costs: what each action and each message takes; with an ``overlap_gain`` where a handler runs overlapped pairs.
 
     Raises:
-        ScheduleError: costs are for another number of stages; or as :func:`prove`.
+        ScheduleError: ``plan`` is none, or costs are for another number of stages; or as :func:`prove`.
         DeadlockError: as :func:`prove`.
     """
+    require_plan(plan, "simulate")
     if costs.num_stages != plan.placement.num_stages:
         raise ScheduleError(
             f"the plan has {plan.placement.num_stages} stages but costs are given for {costs.num_stages}"
@@ -165,6 +166,7 @@ class _Clocks:
             latency, bandwidth = costs.link(edge.source, edge.destination)
             self.on_wire.append(costs.output_bytes[source] / bandwidth)
             self.flight.append(latency + costs.output_bytes[source] / bandwidth)
+        self.keeps = plan.schedule.has_backward  # else no F leaves anything behind
         self.kept_bytes = costs.bytes_for_weights
         self.collective = [0.0 for _ in ranks]  # when a rank's collectives are through
         self.last_collective = [0 for _ in ranks]  # where the last of them stands
@@ -345,6 +347,8 @@ class _Clocks:
     def _hold(self, rank: int, kind: Kind, stage: int) -> None:
         size = self.costs.activation_bytes[stage]
         if kind is F:
+            if not self.keeps:
+                return
             held = self.held[rank] = self.held[rank] + 1
             held_bytes = self.held_bytes[rank] = self.held_bytes[rank] + size
             if held > self.peak[rank]:

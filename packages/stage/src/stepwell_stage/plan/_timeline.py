@@ -95,7 +95,7 @@ class Timeline:
         scale = columns / self.makespan if self.makespan else 0.0
         rows: list[list[Event]] = [[] for _ in range(self.num_ranks)]
         for event in self.events:
-            if event.action.kind not in _BESIDE:
+            if event.action.kind not in BESIDE:
                 rows[event.rank].append(event)
         lines = [f"{self.name + ': ' if self.name else ''}{seconds(self.makespan)}, bubble {self.bubble:.1%}"]
         for rank, events in enumerate(rows):
@@ -108,7 +108,7 @@ class Timeline:
         return "\n".join(lines)
 
 
-_BESIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # run beside compute
+BESIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # run beside compute
 
 
 def label(action: Action, *, with_stage: bool) -> str:

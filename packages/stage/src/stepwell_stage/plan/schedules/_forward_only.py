@@ -12,7 +12,8 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Every microbatch forward through every stage, and nothing else.
 
     In each time slot, were all stages equally fast, a rank with several stages takes the latest one whose input is there. So
-    ranks idle in the ends only, and few values wait between stages::
+    few values wait between stages, and no order is faster on a chain, on a V with two stages a rank,
+    or on a loop where M is a multiple of the ranks::
 
         rank 0: 0F0 0F1 0F2 3F0  .  3F1  .  3F2
         rank 1:  .  1F0 2F0 1F1 2F1 1F2 2F2  .
