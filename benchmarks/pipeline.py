@@ -269,8 +269,8 @@ def growth_table(table: Table, pool: WorkerPool, size: Size) -> None:
     table.note = (
         "Wall per action is the step's, divided by one rank's actions. A slot is an action of one rank, or one of those for which"
         f" it waits while the pipeline fills and drains: {2 * (RANKS - 1)} whatever the size, so that an action of a short step"
-        " seems dear. Where all cores are busy, those slots cost less than others, since fewer ranks work in them. More stages per"
-        " rank mean more messages for each action, since the first and the last stage have one neighbour and all others two."
+        " seems dear. Where all cores are busy, those slots cost less than others, since fewer ranks work in them. More stages"
+        " per rank mean more messages for each action, since the first and the last stage have one neighbour, all others two."
     )
     for name in found[0]:
         if name.endswith(" by hand"):
