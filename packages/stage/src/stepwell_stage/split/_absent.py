@@ -137,7 +137,9 @@ class Absence:
             return func(*_stand_ins(args), **_stand_ins(kwargs))
         if name in HOOKS:
             return RemovableHandle(OrderedDict())  # its gradient is not here
-        absent = {id(one): one if isinstance(one, FakeTensor) else self.like(one) for one in given}
+        # What a transform of torch.func wraps is absent or not within, and the two may meet there.
+        kept = [isinstance(one, FakeTensor) or is_transformed(one) for one in given]
+        absent = {id(one): one if keep else self.like(one) for one, keep in zip(given, kept, strict=True)}
         used = [absent[id(one)] for one in given]
         before, following = versions(used), iter(used)
         absent_args, absent_kwargs = with_tensors(args, following), with_tensors(dict(kwargs), following)

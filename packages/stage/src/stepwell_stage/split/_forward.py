@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from ._inputs import replaced
 from ._leaves import Given, shown_by, tensors_in
 from ._look import Look
 from ._own import Control
+from ._settings import Settings
 from ._state import Flags, drawn
 from ._templates import Templates
 from ._used import marked, taken
@@ -60,6 +62,7 @@ class StageForward:
         # What a whole forward sets and takes back, one that stops in between leaves as it set it.
         is_set = any(one.sets for one in look.ways.recordings)
         self._flags = Flags(control.root, control.units) if is_set else None
+        self._sets_torch = any(one.settings for one in look.ways.recordings)
         self._draws, self._drawn = any(one.draws for one in look.ways.recordings), 0
         self._withheld = [
             {number for number, units in one.filled if units - control.shadows.keys()} for one in look.ways.recordings
@@ -85,6 +88,11 @@ class StageForward:
         self._written = {
             number: frozenset().union(*(writes[way] for way in route.ways)) for number, route in every.items()
         }
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the forward is running, so that it calls itself."""
+        return self._control.glue is not None
 
     def __call__(self, forward: Callable[..., Any], received: Sequence[Any], inputs: Mapping[str, Any]) -> Any:
         """Run the model's forward as far as this stage needs it."""
@@ -112,10 +120,10 @@ class StageForward:
         self._give_inputs(route, named, sent)
         args, kwargs = entry.call(named)
         result = None
-        enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        enabled = torch.is_grad_enabled()
         kept = self._flags.keep() if self._flags is not None else None
         try:
-            with self._control.running(glue):
+            with self._control.running(glue), Settings().kept() if self._sets_torch else contextlib.nullcontext():
                 result = forward(*args, **kwargs)
             result = self._end(glue, result)
         except DoneError:
@@ -129,8 +137,6 @@ class StageForward:
             self._absence.forget()
             if torch.is_grad_enabled() != enabled:
                 torch.set_grad_enabled(enabled)
-            if torch.get_default_dtype() != dtype:
-                torch.set_default_dtype(dtype)
         self._check_route(glue.route, said)
         if not self._plan.is_last:
             result = self._outputs(glue.route, sent)

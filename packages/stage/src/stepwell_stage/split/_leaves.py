@@ -39,20 +39,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, name, None))
 
 
-def hidden_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in the attributes of objects of other kinds, whose class does not say what its fields are."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from hidden_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from hidden_in(item)
-    elif (
-        _fields(value) is None and not isinstance(value, torch.Tensor | torch.nn.Module | type) and not callable(value)
-    ):
-        yield from tensors_in(getattr(value, "__dict__", None))
-
-
 def shown_by(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor that a result holds in any way: in objects of any kind, and in what functions remember."""
     todo, seen = [value], set()

@@ -20,6 +20,7 @@ from ._leaves import tensors_in, with_tensors
 from ._own import copy_structure, named_tensors
 from ._poison import UnitState
 from ._record import Recorder
+from ._settings import Settings
 from ._state import Flags, GlueState, undrawn
 from ._templates import Example, Templates
 from ._units import Branch, choose_units
@@ -87,6 +88,19 @@ class Look:
         for sight in self.sights:
             found |= {name: max(seconds, found.get(name, 0.0)) for name, seconds in sight.seconds.items()}
         return found
+
+    @property
+    def needs_process(self) -> str:
+        """Why ranks may not be threads of one process; "" if they may."""
+        found = sorted({name for recording in self.ways.recordings for name in recording.settings})
+        return (
+            ""
+            if not found
+            else (
+                f"the forward of {type(self.model).__name__} sets {' and '.join(found)}, which torch keeps for the whole process,"
+                " so ranks that are threads would compute with one another's"
+            )
+        )
 
     @property
     def rewritten(self) -> set[str]:
@@ -161,10 +175,8 @@ def look_in_other_modes(look: Look) -> Look | None:
 
 def _add(found: list[_Found], kind: Hashable, sights: Sequence[Sight], label: str) -> None:
     """Add what goes another way than what is known."""
-    known = {(kind, sight.recording.names) for kind, sight, _ in found}
     for sight in sights:
-        if (kind, sight.recording.names) not in known:
-            known.add((kind, sight.recording.names))
+        if not any(kind == one and sight.recording.goes_as(other.recording) for one, other, _ in found):
             found.append((kind, sight, label))
 
 
@@ -266,18 +278,20 @@ def _record(
     inside = {id(module) for unit in control.units for module in unit.modules()}
     outside = [module for module in copy.modules() if id(module) not in inside]
     templates, owned = None if real else Templates(absence), {name: control.named[name] for name in own}
-    plain, before = UnitState(outside), None
+    plain, before = UnitState(outside, by_data=real), None
     with control.shown():
         flags = Flags(copy, control.units)
     sights: list[Sight] = []
+    settings = Settings()
     while len(sights) < 2:
         mine = _copies(named)  # glue may change them in place, and the example is the caller's
-        recorder = Recorder(absence, templates, mine, readable, originals, owned, plain, before, flags)
+        recorder = Recorder(absence, templates, mine, readable, originals, owned, plain, before, flags, settings)
         args, kwargs = taken.call(mine)
-        with torch.set_grad_enabled(mode[1]), control.running(recorder):
+        with torch.set_grad_enabled(mode[1]), control.running(recorder), settings.kept():
             state = GlueState(copy)
             result = copy(*args, **kwargs)
             after = state.now()
+            settings.check_left()
         changes = state.changes(after, recorder.was_written, recorder.units)
         sights.append(Sight(recorder.finish(result, changes), recorder.examples, recorder.seconds))
         absence.forget()

@@ -6,6 +6,7 @@ list or dict that gets longer or shorter, all is replaced; of one whose items al
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -15,7 +16,7 @@ from torch import nn
 
 from ..exceptions import StageUsageError
 from ._frames import source_line
-from ._state import plain_in, undrawn
+from ._state import PLAIN_TYPES, plain_in, undrawn
 
 _KINDS = (bool, int, float, complex, str, bytes, list, dict, set, deque)
 ASKING = {name for kind in _KINDS for name in dir(kind) if name.startswith("__")} - frozenset(dir(object))
@@ -63,10 +64,12 @@ class UnitState:
 
     Args:
         outside: modules that are in no unit, which hooks of units may reach.
+        by_data: whether units run on data, which others have not.
     """
 
-    def __init__(self, outside: Sequence[nn.Module]) -> None:
+    def __init__(self, outside: Sequence[nn.Module], *, by_data: bool) -> None:
         self._outside = outside
+        self._by_data = by_data
         self._changed: dict[tuple[int, Any], tuple[Any, Any, str]] = {}  # holder, true value, and who changed it
 
     def call(self, name: str, module: nn.Module, args: Any, call: Callable[[], Any]) -> Any:
@@ -87,7 +90,10 @@ class UnitState:
         finally:
             after = self._look(module, args)
             for place, (holder, now) in after.items():
-                if place in hidden or place not in before or not _are_same(before[place][1], now):
+                is_as_before = place in before and _are_same(before[place][1], now)
+                if place in hidden or not (
+                    is_as_before or (place not in before and self._is_told(module, holder, place[1]))
+                ):
                     self._hide(place, holder, name)
 
     @property
@@ -112,6 +118,14 @@ class UnitState:
             own = vars(one)
             found.update(_containers(own, own.keys() - _OF_TORCH, set()))
         return found
+
+    def _is_told(self, module: nn.Module, holder: Any, key: Any) -> bool:
+        """Whether a value is that of a cached property, which each stage finds by itself as it is."""
+        owner = next((one for one in module.modules() if vars(one) is holder), None)
+        is_cached = isinstance(
+            getattr(type(owner), key, None) if owner is not None else None, functools.cached_property
+        )
+        return is_cached and type(holder[key]) in PLAIN_TYPES and not self._by_data
 
     def _restore(self, name: str) -> set[tuple[int, Any]]:
         """Give a unit back what it changed, unless glue has put something else there, as it does on every stage."""

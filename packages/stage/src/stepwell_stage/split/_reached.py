@@ -27,11 +27,23 @@ def reach_copies(modules: Iterable[nn.Module], copies: Mapping[int, Any]) -> Non
         for place in places:
             for key, value in place.items():
                 if isinstance(value, types.FunctionType):
-                    place[key] = _as_copy(value, copies, made)
+                    place[key] = as_copy(value, copies, made)
 
 
-def _as_copy(value: Any, copies: Mapping[int, Any], made: dict[int, types.FunctionType]) -> Any:
-    """The copy of a value; of a function one that reaches copies, if it reaches any original."""
+def as_copy(value: Any, copies: Mapping[int, Any], made: dict[int, types.FunctionType]) -> Any:
+    """The copy of a value; of a function one that reaches copies in place of originals.
+
+    Args:
+        value: the value.
+        copies: what was made of each original, by its identity.
+        made: takes the functions, by the identity of those that they are made of.
+    """
+    if isinstance(value, functools.partial):
+        keywords = {name: as_copy(one, copies, made) for name, one in value.keywords.items()}
+        args = [as_copy(one, copies, made) for one in value.args]
+        return functools.partial(as_copy(value.func, copies, made), *args, **keywords)
+    if isinstance(value, types.BuiltinMethodType) and id(value.__self__) in copies:
+        return getattr(copies[id(value.__self__)], value.__name__)
     if not isinstance(value, types.FunctionType):
         return copies.get(id(value), value)
     if id(value) not in made:
@@ -39,13 +51,13 @@ def _as_copy(value: Any, copies: Mapping[int, Any], made: dict[int, types.Functi
         made[id(value)] = new = types.FunctionType(
             value.__code__, value.__globals__, value.__name__, None, tuple(types.CellType() for _ in cells)
         )
-        new.__defaults__ = tuple(_as_copy(one, copies, made) for one in value.__defaults__ or ()) or None
-        new.__kwdefaults__ = {name: _as_copy(one, copies, made) for name, one in (value.__kwdefaults__ or {}).items()}
+        new.__defaults__ = tuple(as_copy(one, copies, made) for one in value.__defaults__ or ()) or None
+        new.__kwdefaults__ = {name: as_copy(one, copies, made) for name, one in (value.__kwdefaults__ or {}).items()}
         new.__dict__.update(value.__dict__)
         new.__qualname__, new.__module__ = value.__qualname__, value.__module__
         for mine, cell in zip(new.__closure__ or (), cells, strict=True):
             if cell != types.CellType():
-                mine.cell_contents = _as_copy(cell.cell_contents, copies, made)
+                mine.cell_contents = as_copy(cell.cell_contents, copies, made)
     return made[id(value)]
 
 

@@ -18,14 +18,15 @@ from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
 from ._frames import Enclosing, enclosing, source_line
 from ._glue import Glue, check_told
-from ._leaves import Given, contents, hidden_in, shown_by, tensors_in, with_tensors
+from ._leaves import Given, contents, shown_by, tensors_in, with_tensors
 from ._needs import needing
 from ._poison import UnitState
 from ._questions import FOLLOWED
+from ._settings import Settings
 from ._state import DRAWN, Flags
 from ._templates import Effects, Example, Known, Templates, check_content
-from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value
-from ._watch import Draws, Inside, Made, check_returned, check_taken
+from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value, unit_between
+from ._watch import Draws, Inside, Made, check_called, check_returned, check_taken
 from ._withheld import filled
 
 _CHANGED = "it is changed in place"
@@ -61,6 +62,7 @@ class Recorder(Glue):
         plain: watches what else units change.
         before: what saw the forward before this one, if the model remembers that there was one.
         flags: of the model.
+        settings: of torch.
 
     Attributes:
         examples: with real units, what each call took and gave.
@@ -78,6 +80,7 @@ class Recorder(Glue):
         plain: UnitState,
         before: Recorder | None,
         flags: Flags,
+        settings: Settings,
     ) -> None:
         super().__init__()
         self.examples: dict[int, Example] = {}
@@ -108,6 +111,8 @@ class Recorder(Glue):
         self._plain = plain
         self._before = before
         self._flags, self._kept, self._sets = flags, flags.keep(), False
+        self._settings = settings
+        self._passed: list[tuple[Key, Key]] = []
         self._inputs: list[tuple[str, torch.Tensor]] = []
         for name, value in inputs.items():
             self._inputs += ((name, tensor) for tensor in tensors_in(value))
@@ -150,6 +155,8 @@ class Recorder(Glue):
             frozenset(name for name, tensor in self._of_units.items() if id(tensor) in self._inside),
             self._derives,
             filled(result, self._maker_of),
+            frozenset(self._settings.seen),
+            tuple(self._passed),
         )
 
     @property
@@ -207,6 +214,7 @@ class Recorder(Glue):
     def operation(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Glue.operation`."""
         self._derives = self._derives or takes_forward_derivative()
+        self._settings.look()
         given = [*tensors_in(args), *tensors_in(kwargs)]
         looked = looked_into(name, args, kwargs)
         self._check_parameters(given)
@@ -245,7 +253,9 @@ class Recorder(Glue):
         for index, leaf in enumerate(leaves):
             is_changed = any(leaf is one for one in changed)
             if any(leaf is one for one in given) and not is_changed:
-                continue  # the argument itself, such as a dropout's that drops nothing: still what it was
+                # The argument itself, such as a dropout's that drops nothing: still what it was.
+                self._passed.append(((number, index), self._values[self._position(leaf)].key))
+                continue
             stays = _CHANGED if is_changed else _stays_in(around)
             self._add(leaf, (number, index), Origin.GLUE, name, parents, stays=stays, is_drawn=draws.any)
         return out
@@ -285,12 +295,12 @@ class Recorder(Glue):
         self._names.append(name)
         self._sets = self._sets or not self._flags.are_as(self._kept)
         given = [*tensors_in(args), *tensors_in(kwargs)]
-        hidden = (tensor for tensor in hidden_in((args, kwargs)) if id(tensor) in self._seen)
+        hidden = [tensor for tensor in shown_by((args, kwargs)) if id(tensor) in self._seen]
         inputs = tuple(dict.fromkeys(map(self._position, (*given, *hidden))))
         self._calls.append(Call(number, name, inputs))
         around = enclosing(self._outside)
         self._regions_of_calls.append(self._region(around))
-        self._check_plain(name, given)
+        check_called(name, given)
         inside = Inside(name, self._inside, functools.partial(self._check_taken, name, module, (args, kwargs), set()))
         if self._templates is None:
             start = time.perf_counter()
@@ -343,23 +353,14 @@ class Recorder(Glue):
 
     def _check_gradient(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """No stage has the graph of a gradient that goes through units."""
-        outputs = tensors_in((args[:1], kwargs.get("outputs")))
-        inputs = {self._position(tensor) for tensor in tensors_in((args[1:2], kwargs.get("inputs")))}
-        after = set(inputs)
-        for position, value in enumerate(self._values):
-            if after.intersection(value.parents):
-                after.add(position)
-        todo, seen = [self._position(tensor) for tensor in outputs], set(inputs)
-        while todo:
-            position = todo.pop()
-            value = self._values[position]
-            if value.origin is Origin.CALL and position in after - inputs:
-                raise StageUsageError(
-                    f"{source_line('the forward')} takes a gradient through unit {value.name!r}, whose graph no other stage has:"
-                    " make the module that takes it a unit (units=)"
-                )
-            todo += set(value.parents) - seen
-            seen.update(value.parents)
+        outputs = map(self._position, tensors_in((args[:1], kwargs.get("outputs"))))
+        inputs = set(map(self._position, tensors_in((args[1:2], kwargs.get("inputs")))))
+        unit = unit_between(self._values, inputs, list(outputs))
+        if unit is not None:
+            raise StageUsageError(
+                f"{source_line('the forward')} takes a gradient through unit {unit!r}, whose graph no other stage has: make the"
+                " module that takes it a unit (units=)"
+            )
 
     def _check_owned(self, name: str, changed: Sequence[torch.Tensor]) -> None:
         """Glue may not change what is a unit's: a stage stops when nothing is left to compute, and others have it not."""
@@ -392,6 +393,7 @@ class Recorder(Glue):
     ) -> None:
         """What a unit uses it is given, or has: what it finds elsewhere, stages that do not run what made it have not."""
         self._derives = self._derives or takes_forward_derivative()
+        self._settings.look()
         check_taken(unit, module, given, known, taken, functools.partial(self._origin_of, unit))
 
     def _maker_of(self, tensor: torch.Tensor) -> str | None:
@@ -412,13 +414,6 @@ class Recorder(Glue):
             return ""
         names = {Origin.HELD: repr(value.name), Origin.INPUT: f"the input {value.name!r}"}
         return names.get(value.origin, "a tensor that is made between units")
-
-    def _check_plain(self, name: str, given: Sequence[torch.Tensor]) -> None:
-        if any(map(is_transformed, given)):
-            raise StageUsageError(
-                f"unit {name!r} is called within a transform of torch.func or torch.vmap, which goes through units: make the"
-                " module that calls the transform a unit (units=)"
-            )
 
     def _alone(self, position: int) -> None:
         """A value of which one stage must have the whole gradient: no other makes it too."""

@@ -365,6 +365,8 @@ def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(run: StageForward, plain: Callable[..., Any], /, *received: Any, **inputs: Any) -> Any:
+    if run.is_under_way:  # the model's forward calls itself
+        return plain(*received, **inputs)
     return run(plain, received, inputs)
 
 

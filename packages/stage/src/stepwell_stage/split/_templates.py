@@ -16,8 +16,9 @@ from torch import nn
 from .._compat import FakeTensor, is_own_attribute
 from ..exceptions import StageUsageError
 from ._absent import Absence, look_alike, memory_of, versions
-from ._leaves import Given, contents, shown_by, structure, tensors_in, with_tensors
+from ._leaves import Given, contents, rebuilt, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
+from ._reached import as_copy
 from ._shadow import Attributes
 from ._state import plain_in
 
@@ -62,6 +63,7 @@ class Effects:
 
 _NONE = Effects((), ())
 _MOST = 4096
+_FUNCTIONS = (types.FunctionType, types.BuiltinMethodType, functools.partial)
 
 
 class Templates:
@@ -190,6 +192,8 @@ class Templates:
         absent = [self._absence.like(tensor) for tensor in given.tensors]
         following = iter(absent)
         args, kwargs = with_tensors(given.args, following), with_tensors(dict(given.kwargs), following)
+        if any(isinstance(one, _FUNCTIONS) and next(shown_by(one), None) is not None for one in given.objects):
+            args, kwargs = self._remembering((args, kwargs))
         before, content = versions(absent), contents((args, kwargs))
         # What autocast keeps of a weight that is here would be absent, and be given to others.
         keeps = torch.is_autocast_cache_enabled()
@@ -201,6 +205,12 @@ class Templates:
             torch.set_autocast_cache_enabled(keeps)
         check_content(name, content, result)
         return Known(result, Effects.of(absent, before, list(tensors_in(result))))
+
+    def _remembering(self, value: Any) -> Any:
+        """The same with functions that remember absent tensors."""
+        if not isinstance(value, _FUNCTIONS):
+            return rebuilt(value, self._remembering)
+        return as_copy(value, {id(one): self._absence.like(one) for one in shown_by(value)}, {})
 
 
 class Known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias
 
@@ -105,6 +106,8 @@ class Recording:
         draws: whether glue draws random numbers of Python's or NumPy's.
         derives: whether it takes derivatives in forward mode, of which a process takes one at a time.
         filled: objects in what it returns that units fill, by their number among its objects, and these units.
+        settings: which of torch's settings it sets for a part of itself.
+        passed: what operations give that is what they were given, by its name as their result and by its own.
     """
 
     names: tuple[str, ...]
@@ -124,3 +127,40 @@ class Recording:
     rewritten: frozenset[str] = frozenset()
     derives: bool = False
     filled: tuple[tuple[int, frozenset[str]], ...] = ()
+    settings: frozenset[str] = frozenset()
+    passed: tuple[tuple[Key, Key], ...] = ()
+
+    def goes_as(self, other: Recording) -> bool:
+        """Whether another forward does the same with the same values, also where a dropout passes on what it is given in one."""
+        passed = dict((*self.passed, *other.passed))
+        return self.names == other.names and self._uses(passed) == other._uses(passed)
+
+    def _uses(self, passed: Mapping[Key, Key]) -> list[tuple[Key, set[Key]]]:
+        """What is made of what, what units are given, and what is returned."""
+
+        def keys(positions: Iterable[int]) -> set[Key]:
+            found = {self.values[position].key for position in positions}
+            while moved := found & passed.keys():
+                found = found - moved | {passed[key] for key in moved}
+            return found
+
+        uses = [(value.key, keys(value.parents)) for value in self.values if value.key not in passed]
+        uses += [((call.number, -1), keys(call.inputs)) for call in self.calls]
+        return [*uses, ((len(self.names), -1), keys(self.results))]
+
+
+def unit_between(values: Sequence[Value], inputs: Collection[int], outputs: Iterable[int]) -> str | None:
+    """A unit, if there is one, that makes some of these values from some of those, by their positions."""
+    after = set(inputs)
+    for position, value in enumerate(values):
+        if after.intersection(value.parents):
+            after.add(position)
+    todo, seen = list(outputs), set(inputs)
+    while todo:
+        position = todo.pop()
+        value = values[position]
+        if value.origin is Origin.CALL and position in after and position not in inputs:
+            return value.name
+        todo += set(value.parents) - seen
+        seen.update(value.parents)
+    return None

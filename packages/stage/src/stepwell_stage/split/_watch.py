@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.overrides import TorchFunctionMode
 
-from .._compat import TorchDispatchMode
+from .._compat import TorchDispatchMode, is_transformed
 from ..exceptions import StageUsageError
 from ._absent import versions, written
 from ._frames import source_line
@@ -86,6 +87,41 @@ def check_taken(
                 f" another module ({source_line('the forward')}): pass it to the unit, or make the module that holds both a unit"
                 " (units=); a table that whoever comes first makes for all is there if the model has run once before it is split"
             )
+
+
+class _Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.zeros(()))
+
+    def forward(self, number: torch.Tensor) -> torch.Tensor:
+        return number * 2
+
+
+_probe = _Double()
+register_parametrization(_probe, "number", _Double())
+
+
+def check_called(unit: str, given: Sequence[torch.Tensor]) -> None:
+    """Refuse a call of a unit from where no copy of it can be called as it is.
+
+    Args:
+        unit: its name.
+        given: the tensors that it is given.
+
+    Raises:
+        StageUsageError: it is called there.
+    """
+    if any(map(is_transformed, given)):
+        raise StageUsageError(
+            f"unit {unit!r} is called within a transform of torch.func or torch.vmap, which goes through units: make the"
+            " module that calls the transform a unit (units=)"
+        )
+    if _probe.number is _probe.number:
+        raise StageUsageError(
+            f"unit {unit!r} is called within torch.nn.utils.parametrize.cached(), which takes the weights of all copies of a"
+            " module for one: enter it in the unit, or leave it out"
+        )
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
