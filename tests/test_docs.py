@@ -25,6 +25,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("packages/*/README.md")),
 RUNNER = Path(__file__).with_name("page_runner.py")
 PACKAGES = ["stepwell_meta", "stepwell_mesh", "stepwell_p2p", "stepwell_stage", "stepwell_graphpasses", "stepwell"]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[^`]*)$")
+SAID = re.compile(r"""^(?: *print\(.*\)  # (?=[(\['"]*\d)|# (?=rank \d))(?P<said>.+)$""", re.MULTILINE)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
 
@@ -54,6 +55,12 @@ def broken_links(page: Path, text: str) -> list[str]:
     targets = [match["target"] for match in LINK.finditer(text)]
     files = [one.partition("#")[0] for one in targets if not re.match(r"[a-z]+:|#", one)]
     return [one for one in files if not (page.parent / one).exists()]
+
+
+def unsaid(code: str, output: str) -> list[str]:
+    """Of the numbers that comments say to be printed, and of printed tables, what no line of the output begins with."""
+    said = [re.split(r" ?…|: (?![ \d.])|, and ", match["said"])[0] for match in SAID.finditer(code)]
+    return [one for one in said if not any(line.startswith(one) for line in output.splitlines())]
 
 
 def name_of(page: Path) -> str:
@@ -86,6 +93,7 @@ def test_code_runs(page: Path, tmp_path: Path) -> None:
         return  # a page of prose
     exit_code, output = run(f"{page.stem}.py", code, tmp_path)
     assert exit_code == 0, f"{name_of(page)} (lines as in the page)\n{output}"
+    assert not unsaid(code, output), f"{name_of(page)} prints something else\n{output}"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +155,23 @@ def test_a_page_is_one_script_with_the_lines_of_the_page() -> None:
 def test_a_block_without_a_language_or_an_end_is_refused(page: str) -> None:
     with pytest.raises(ValueError, match=r"language|not closed"):
         script(page)
+
+
+def test_a_page_that_says_other_numbers_than_it_prints_is_found() -> None:
+    """The page of schedules promised 57.0 52.5, times of a version before, where 51.0 49.0 were printed."""
+    code = """print(a)  # 57.0 52.5
+print(b)  # (4, 3): known before anything runs
+print(c)  # 2F1 2F2 …
+print(table)
+# rank 0: 0F0  .  0B0
+print(d)  # of the machine"""
+    assert unsaid(code, "57.0 52.5\n(4, 3)\n2F1 2F2 2F3\nrank 0: 0F0  .  0B0\n") == []
+    assert unsaid(code, "51.0 49.0\n(4, 2)\n2F1 3F2 2F3\nrank 0: 0F0 0B0\n") == [
+        "57.0 52.5",
+        "(4, 3)",
+        "2F1 2F2",
+        "rank 0: 0F0  .  0B0",
+    ]
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
