@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Transport, Wire, chain_wires
+from stepwell_p2p import C10dTransport, LoopbackFabric, LoopbackTransport, Placement, Transport, Wire, chain_wires
 
 from ..exceptions import StageUsageError
 from ..plan._action import Action, Kind
@@ -413,6 +413,8 @@ def _check_stages(
                 f"stage {stage.stage_index} says that there are {stage.num_stages} stages, the schedule has"
                 f" {plan.placement.num_stages}"
             )
+        if stage.needs_process and isinstance(transport, LoopbackTransport) and transport.size > 1:
+            raise StageUsageError(f"{stage.needs_process}: run each rank in a process of its own, with torchrun")
         if stage.is_last and plan.schedule.has_backward and loss_fn is None:
             raise StageUsageError(f"{plan.schedule.name} runs backward, so the last stage's rank needs a loss_fn")
         if plan.schedule.has_backward and is_reduced(stage.program):

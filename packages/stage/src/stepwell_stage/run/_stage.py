@@ -82,6 +82,7 @@ class PipelineStage(TorchStage):
         tied: tensors of this stage that other stages hold too, by name; see :func:`tie`.
         to_tie: names of what is still to be tied, before a step can run.
         parts: which cut of the model it is of; the same on all stages.
+        needs_process: why its rank must be a process of its own; "" where it may be a thread.
         alike: looks at what this rank is given for a step, where every rank is given the same; the same on all stages of a rank.
 
     Raises:
@@ -136,6 +137,7 @@ class PipelineStage(TorchStage):
         self.tied: dict[str, TiedGroup] = {}
         self.to_tie: tuple[str, ...] = ()
         self.parts = ""
+        self.needs_process = ""
         self.alike: LooksAtBatch | None = None
         self.program: StageProgram
         if isinstance(submodule, nn.Module):

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from ..exceptions import StageUsageError
 
-_Products: TypeAlias = tuple[str, ...]
-
 _KINDS: tuple[Any, ...] = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
 
 
-def _products() -> _Products:
-    """What is not set is as for everything, and what is not set there either is exact."""
-    every = torch.backends.fp32_precision  # type: ignore[attr-defined]
-    default = "ieee" if every == "none" else every
-    return tuple(default if kind.fp32_precision == "none" else kind.fp32_precision for kind in _KINDS)
+def _products() -> str | tuple[str, ...]:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # there is no word for it: it was set for each kind
+        return tuple(kind.fp32_precision for kind in _KINDS)
 
 
-def _set_products(kept: _Products) -> None:
+def _set_products(kept: str | tuple[str, ...]) -> None:
+    if isinstance(kept, str):
+        torch.set_float32_matmul_precision(kept)
+        return
     for kind, precision in zip(_KINDS, kept, strict=True):
         kind.fp32_precision = precision
 

@@ -185,6 +185,7 @@ class ModelSplit:
             part = self.module(index, placement=placement, device=device, init_fn=init_fn)
             stage = PipelineStage(part, index, self.num_stages, device, transport=transport, wires=wires, shapes=shapes)
             stage.to_tie, stage.parts, stage.alike = tuple(self.tied), cut, alike
+            stage.needs_process = self._look.needs_process
             if stage.is_last:
                 stage.program = LastProgram(part, self.model)
             stages.append(stage)

@@ -1,0 +1,122 @@
+"""What torch keeps for the whole process, and a forward sets for a part of itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from split_support import Block, check, draw, make, on_rank, plain, refused
+from torch import Tensor, nn
+
+from stepwell_meta.testing import WorkerPool
+from stepwell_p2p import C10dTransport
+from stepwell_stage import schedules, split
+from stepwell_stage.exceptions import StageUsageError
+
+
+class Sets(nn.Module):
+    """Sets something around a part of its forward, between units or in one; with ``finally``, or as one writes it first."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+            if self.how == "dtype":
+                torch.set_default_dtype(torch.float64)
+            elif self.how == "products":
+                torch.set_float32_matmul_precision("medium")
+            else:
+                torch.use_deterministic_algorithms(mode=True)
+            x = block(x) * torch.full((), 1 / 3)
+            torch.set_default_dtype(before[0])
+            torch.set_float32_matmul_precision(before[1])
+            torch.use_deterministic_algorithms(mode=False)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class _SetsWithin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return self.inner(x) * torch.full((), 1 / 3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_SetsWithin() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Leaves(Within):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        torch.set_default_dtype(torch.float64)
+        return y
+
+
+def inputs(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 8, generator=draw(seed)).double()}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dtype": (lambda: Sets("dtype"), "the default dtype"),
+    "products": (lambda: Sets("products"), "the precision of matrix products"),
+    "algorithms": (lambda: Sets("algorithms"), "whether algorithms are deterministic"),
+    "within": (Within, "the default dtype"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_that_are_threads(threads: Callable[..., Any], name: str) -> None:
+    """One rank computed with the default dtype that another's forward had set: 1/3 was of the other dtype."""
+    kind, what = MODELS[name]
+    steps = [[inputs(1), inputs(2), inputs(3), inputs(4)]]
+    refused(threads, f"sets {what}, which torch keeps for the whole process.*torchrun", make(kind), [inputs(0)], steps)
+    check(threads, make(kind), [inputs(0)], steps, ranks=1, stages=1)
+
+
+def on_gloo(name: str, ranks: int) -> dict[str, float]:
+    transport = C10dTransport()
+    model = make(MODELS[name][0])
+    steps = [[inputs(1), inputs(2), inputs(3)]]
+    _, wanted = plain(model, steps)
+    schedule = schedules.one_f_one_b(ranks, 3)
+    cut = split(copy.deepcopy(model), ranks, example=inputs(0))
+    _, grads = on_rank(transport, cut, steps, schedule, "static")
+    transport.close()
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+    return {key: float((grad - wanted[key]).abs().max()) for key, grad in grads.items() if grad is not None}  # type: ignore[operator]
+
+
+def test_ranks_that_are_processes(workers: WorkerPool) -> None:
+    """A stage that stops behind its last unit leaves a forward that has not yet set back what it has set."""
+    for name in MODELS:
+        found = {key: value for one in workers.run(on_gloo, 2, name, 2) for key, value in one.items()}
+        assert dict(make(MODELS[name][0]).named_parameters()).keys() == found.keys()
+        assert max(found.values()) < 1e-12
+
+
+def test_what_is_not_set_back() -> None:
+    with pytest.raises(StageUsageError, match="leaves the default dtype changed"):
+        split(make(Leaves), 2, example=inputs(0))
+    assert torch.get_default_dtype() == torch.float32
