@@ -1,9 +1,9 @@
 """Cuts a row of costs into contiguous parts, as evenly as can be.
 
-Two passes. The first finds the least maximum of any part: it is the sum of some run of costs, so it is searched for among those
-sums; whether a limit is enough is seen by filling parts greedily. The second, among all cuts that keep to this limit, takes the
-one with the least sum of squares, so that parts which do not decide the maximum are even too; where costs leave a choice (layers
-that cost nothing), it evens out the number of entries, and then cuts early.
+Two passes. The first finds the least maximum of any part: between a limit that is too little and one that is enough it tries the
+one halfway, by filling parts greedily; the largest part of a filling is the next that is enough. The second, among all cuts that
+keep to this limit, takes the one with the least sum of squares, so that parts which do not decide the maximum are even too; where
+costs leave a choice (layers that cost nothing), it evens out the number of entries, and then cuts early.
 """
 
 from __future__ import annotations
@@ -63,26 +63,29 @@ def check_starts(starts: Sequence[int], entries: int) -> tuple[int, ...]:
 
 def _least_maximum(sums: Sequence[float], parts: int) -> float:
     """The least limit under which the entries fit into ``parts`` parts."""
-    count = len(sums)
-    candidates = sorted({sums[end] - sums[start] for end in range(1, count) for start in range(end)})
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(sums, parts, candidates[middle]):
-            high = middle
+    low: float = 0  # too little, unless nothing costs anything
+    high = sums[-1]  # enough
+    whole = isinstance(high, int)  # then so is every sum, and may be beyond what floats hold exactly
+    while low < (middle := (low + high) // 2 if whole else (low + high) / 2) < high:
+        found = _largest(sums, parts, middle)
+        if found is None:
+            low = middle
         else:
-            low = middle + 1
-    return candidates[low]
+            high = found
+    return high
 
 
-def _fits(sums: Sequence[float], parts: int, limit: float) -> bool:
+def _largest(sums: Sequence[float], parts: int, limit: float) -> float | None:
+    """The largest part, if parts are filled one after the other under the limit; None if they are too few."""
     used, start = 1, 0
+    largest: float = 0
     for end in range(1, len(sums)):
         if sums[end] - sums[start] > limit:
             used, start = used + 1, end - 1
             if used > parts or sums[end] - sums[start] > limit:
-                return False
-    return True
+                return None
+        largest = max(largest, sums[end] - sums[start])
+    return largest
 
 
 def _even(sums: Sequence[float], parts: int, limit: float) -> tuple[int, ...]:

@@ -235,6 +235,7 @@ class _Model:
         self.batch_size = batch_size
         self.most = most
         self.leanest: tuple[int, str] | None = None
+        self.balanced: dict[int, tuple[int, ...]] = {}  # by number of stages: as even as can be
 
     def parts(self, cuts: tuple[int, ...]) -> list[tuple[Layer, ...]]:
         """The layers of each stage."""
@@ -259,7 +260,9 @@ class _Model:
     def starts(self, size: int) -> list[tuple[int, ...]]:
         """Equal cuts, and balanced ones."""
         equal = tuple(stage * len(self.layers) // size for stage in range(size))
-        return list(dict.fromkeys((equal, balance([layer.forward + layer.backward for layer in self.layers], size))))
+        if size not in self.balanced:
+            self.balanced[size] = balance([layer.forward + layer.backward for layer in self.layers], size)
+        return list(dict.fromkeys((equal, self.balanced[size])))
 
     def explain(self) -> str:
         """Why nothing was found."""
