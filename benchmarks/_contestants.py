@@ -222,7 +222,7 @@ def shared_memory() -> Transport:
     sys.path.insert(0, str(EXAMPLES / "transport_shm/src"))
     from stepwell_transport_shm import SharedMemoryTransport
 
-    folder = [tempfile.mkdtemp(prefix="bench-shm-")]
+    folder = [tempfile.mkdtemp(prefix="bench-shm-") if dist.get_rank() == 0 else ""]  # the last to come removes it
     dist.broadcast_object_list(folder, src=0)
     return SharedMemoryTransport(dist.get_rank(), dist.get_world_size(), folder[0])
 

@@ -1,7 +1,7 @@
 """What it costs to make, lower, prove and simulate schedules, by their size. No process group, no device.
 
     python benchmarks/plans.py            # writes its table into benchmarks/README.md
-    python benchmarks/plans.py --quick    # small sizes
+    python benchmarks/plans.py --quick    # small sizes; prints, and writes nothing
 
 Each row runs in a process of its own, so that the memory is that row's.
 """
@@ -38,7 +38,6 @@ def measure(num_ranks: int, num_microbatches: int) -> dict[str, float]:
     simulation = simulate(plan, Costs.uniform(2 * num_ranks))
     clock.append(time.process_time())
     actions = sum(map(len, plan.actions))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if actions <= LARGEST_PROOF:
         prove(plan, Rules(tagged=False, rendezvous=True))
     clock.append(time.process_time())
@@ -47,14 +46,14 @@ def measure(num_ranks: int, num_microbatches: int) -> dict[str, float]:
         "compute": sum(map(len, schedule.actions)),
         "actions": actions,
         **dict(zip(("make", "lower", "simulate", "prove"), parts, strict=True)),
-        "memory": memory,
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "bubble": simulation.bubble,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="small sizes; prints, and writes nothing")
     parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -75,7 +74,8 @@ def main() -> None:
             f"{found['memory'] / 2**30:.2f} GiB",
         )
     head = f"Python {sys.version.split()[0]}, {os.cpu_count()} cores. Memory is that of the whole process, torch's included."
-    write_section("plans", "Plans on paper", [head, "", *table.lines()])
+    if not options.quick:
+        write_section("plans", "Plans on paper", [head, "", *table.lines()])
 
 
 if __name__ == "__main__":
