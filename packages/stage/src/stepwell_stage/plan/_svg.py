@@ -18,7 +18,7 @@ def to_svg(*timelines: Timeline, path: str | os.PathLike[str] | None = None, wid
 
     Example::
 
-        to_svg(simulate(plan, costs).timeline, executor.timeline, path="step.svg")
+        to_svg(simulate(plan, costs).timeline, measured, path="step.svg")
 
     Args:
         timelines: what to draw.
