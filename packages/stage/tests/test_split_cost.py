@@ -54,3 +54,63 @@ def test_a_forward_does_little_beside_its_units() -> None:
 
 def test_no_forward_does_more_than_the_one_before() -> None:
     assert calls_of_a_forward(8, forwards=40) == calls_of_a_forward(8)
+
+
+def calls_of_a_split(count: int) -> int:
+    """Calls within this package."""
+    model, x = Layers(count), torch.ones(2, 4)
+    package, calls = stepwell_stage.__path__[0], 0
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        split(model, 2, example=x)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_a_split_grows_with_the_number_of_units() -> None:
+    few, more, most = (calls_of_a_split(count) for count in (20, 40, 80))
+    assert (most - more) / 40 <= 1.1 * (more - few) / 20
+
+
+class Notes:
+    """What units of one forward write into, each in a place of its own."""
+
+    def __init__(self) -> None:
+        self.full = [False] * 4
+
+
+class Writes(nn.Linear):
+    def forward(self, x: Tensor, notes: Notes, number: int) -> Tensor:  # type: ignore[override]
+        notes.full[number] = True
+        return super().forward(x)
+
+
+class Noted(nn.Module):
+    looks = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Writes(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        Noted.looks += 1
+        notes = Notes()
+        for number, layer in enumerate(self.layers):
+            x = layer(x, notes, number)
+        return x
+
+
+def test_an_example_is_looked_at_once_in_each_mode() -> None:
+    """Models of transformers make a cache in each forward, which units fill; that was taken for what the next forward finds, and
+    each of them was looked at four times.
+    """
+    Noted.looks = 0
+    split(Noted(), 2, example=torch.ones(2, 4))
+    assert Noted.looks == 2

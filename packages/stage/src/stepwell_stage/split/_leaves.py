@@ -61,7 +61,8 @@ def shown_by(value: Any) -> Iterator[torch.Tensor]:
         elif isinstance(one, tuple | list | set | frozenset | deque):
             todo += one
         elif type(one) not in _EMPTY and not isinstance(one, torch.nn.Module | type | types.ModuleType):
-            todo += (getattr(one, slot) for slot in slots_of(type(one)) if hasattr(one, slot))
+            slots = slots_of(type(one))  # type: ignore[arg-type]
+            todo += (getattr(one, slot) for slot in slots if hasattr(one, slot))
             todo += getattr(one, "__dict__", {}).values()
 
 
@@ -180,10 +181,13 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _fields(value: Any) -> list[str] | None:
     """The names of a dataclass's or attrs class's fields; None for anything else."""
-    if isinstance(value, type):
-        return None
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    if attrs.has(type(value)):
-        return [field.name for field in attrs.fields(type(value))]
+    return None if isinstance(value, type) else _fields_of(type(value))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(4096)
+def _fields_of(kind: type) -> list[str] | None:
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    if attrs.has(kind):
+        return [field.name for field in attrs.fields(kind)]
     return None

@@ -278,7 +278,7 @@ def _record(
     inside = {id(module) for unit in control.units for module in unit.modules()}
     outside = [module for module in copy.modules() if id(module) not in inside]
     templates, owned = None if real else Templates(absence), {name: control.named[name] for name in own}
-    plain, before = UnitState(outside, by_data=real), None
+    plain, before = UnitState(outside, named, by_data=real), None
     with control.shown():
         flags = Flags(copy, control.units)
     sights: list[Sight] = []

@@ -27,8 +27,10 @@ ASKING |= {f"__{name}__" for name in ("complex", "bytes", "matmul", "rmatmul", "
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_stepwell_split"}
 
-_Found: TypeAlias = dict[tuple[int, Any], tuple[Any, Any]]
-"""By the identity of a list or dict and a key in it: it, and what is there, as far as it can be compared."""
+_Found: TypeAlias = dict[tuple[int, Any], tuple[Any, Any, bool]]
+"""By the identity of a list or dict and a key in it: it, what is there, as far as it can be compared, and whether the next
+forward may find it.
+"""
 
 
 class Poison:
@@ -64,11 +66,14 @@ class UnitState:
 
     Args:
         outside: modules that are in no unit, which hooks of units may reach.
+        inputs: what the model is given.
         by_data: whether units run on data, which others have not.
     """
 
-    def __init__(self, outside: Sequence[nn.Module], *, by_data: bool) -> None:
+    def __init__(self, outside: Sequence[nn.Module], inputs: Mapping[str, Any], *, by_data: bool) -> None:
         self._outside = outside
+        self._inputs = inputs
+        self._lasts = False
         self._by_data = by_data
         self._changed: dict[tuple[int, Any], tuple[Any, Any, str]] = {}  # holder, true value, and who changed it
 
@@ -89,17 +94,18 @@ class UnitState:
                 return call()
         finally:
             after = self._look(module, args)
-            for place, (holder, now) in after.items():
+            for place, (holder, now, lasts) in after.items():
                 is_as_before = place in before and _are_same(before[place][1], now)
                 if place in hidden or not (
                     is_as_before or (place not in before and self._is_told(module, holder, place[1]))
                 ):
                     self._hide(place, holder, name)
+                    self._lasts = self._lasts or lasts
 
     @property
     def is_changed(self) -> bool:
-        """Whether any unit changed anything."""
-        return bool(self._changed)
+        """Whether any unit changed anything that the next forward may find."""
+        return self._lasts
 
     def _look(self, module: nn.Module, args: Any) -> _Found:
         """What is in a unit and in what it is given."""
@@ -107,13 +113,11 @@ class UnitState:
         modules = list(module.modules())
         if any(one._forward_hooks or one._forward_pre_hooks for one in modules):
             modules += self._outside
-        every = [place for one in modules for place in plain_in(one, "", seen)]
-        every += plain_in(args, "", seen)
-        found: _Found = {
-            (id(holder), key): (holder, value)
-            for _, holder, key, value in every
-            if isinstance(holder, dict | list) and not isinstance(value, torch.Tensor | Poison)
-        }
+        found: _Found = {}
+        for one in (*modules, self._inputs, args):
+            for _, holder, key, value in plain_in(one, "", seen):
+                if isinstance(holder, dict | list) and not isinstance(value, torch.Tensor | Poison):
+                    found[id(holder), key] = (holder, value, one is not args)
         for one in modules:
             own = vars(one)
             found.update(_containers(own, own.keys() - _OF_TORCH, set()))
@@ -142,7 +146,9 @@ class UnitState:
             holder[place[1]] = Poison(name, str(place[1]))
 
 
-def _containers(holder: Any, keys: Iterable[Any], seen: set[int]) -> Iterator[tuple[tuple[int, Any], tuple[Any, Any]]]:
+def _containers(
+    holder: Any, keys: Iterable[Any], seen: set[int]
+) -> Iterator[tuple[tuple[int, Any], tuple[Any, Any, bool]]]:
     """Lists, dicts and their kind, however deep: how long each is; of those without places also what is in them."""
     for key in keys:
         value = holder[key]
@@ -150,14 +156,14 @@ def _containers(holder: Any, keys: Iterable[Any], seen: set[int]) -> Iterator[tu
             continue
         seen.add(id(value))
         if isinstance(value, dict):
-            yield (id(holder), key), (holder, list(value))
+            yield (id(holder), key), (holder, list(value), True)
             yield from _containers(value, list(value), seen)
         elif isinstance(value, list):
-            yield (id(holder), key), (holder, len(value))
+            yield (id(holder), key), (holder, len(value), True)
             yield from _containers(value, range(len(value)), seen)
         elif isinstance(value, tuple | set | frozenset | deque):
             inside = [one for _, _, _, one in plain_in(value, "", set()) if not isinstance(one, torch.Tensor)]
-            yield (id(holder), key), (holder, [len(value), *inside])
+            yield (id(holder), key), (holder, [len(value), *inside], True)
         elif isinstance(own := getattr(value, "__dict__", None), dict):
             yield from _containers(own, list(own), seen)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import random
 import sys
 import threading
@@ -29,6 +30,8 @@ _CODE = (
     types.CodeType,
     functools.partial,
 )
+_TRAINING = operator.itemgetter("training")
+_CLOSED = (*_PLAIN, *_CODE, torch.Tensor)
 _OF_MODULES = frozenset(("_modules", "_parameters", "_buffers", "_stepwell_split"))
 
 Place: TypeAlias = tuple[str, Any, Any, Any]
@@ -44,23 +47,24 @@ def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
         seen: objects that have been looked into, by identity.
     """
     held: Any
-    if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE, torch.Tensor)):
+    form = _form_of(type(value))  # type: ignore[arg-type]
+    if form is None or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, MutableMapping | types.MappingProxyType):
+    if form is MutableMapping:
         held = list(value.items())
-    elif isinstance(value, list | tuple | deque):
+    elif form is list:
         held = list(enumerate(value))
-    elif isinstance(value, set | frozenset):
+    elif form is set:
         yield (name, None, None, (len(value), frozenset(one for one in value if isinstance(one, _PLAIN))))
         return
-    elif isinstance(value, nn.Module):
+    elif form is nn.Module:
         held = [(key, one) for key, one in vars(value).items() if key not in _OF_MODULES]
         for key in ("_parameters", "_buffers"):
             held += vars(value)[key].items()
         value = vars(value)
     else:
-        held = [(slot, getattr(value, slot)) for slot in slots_of(type(value)) if hasattr(value, slot)]
+        held = [(slot, getattr(value, slot)) for slot in slots_of(type(value)) if hasattr(value, slot)]  # type: ignore[arg-type]
         inside = getattr(value, "__dict__", None)
         if isinstance(inside, dict):
             held += inside.items()
@@ -76,27 +80,52 @@ def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
             yield from plain_in(one, path, seen)
 
 
+@functools.lru_cache(4096)
+def _form_of(kind: type) -> type | None:
+    """As what objects of a class are looked into; None: they are not."""
+    forms: dict[type, tuple[type, ...]] = {
+        MutableMapping: (MutableMapping, types.MappingProxyType),
+        list: (list, tuple, deque),
+        set: (set, frozenset),
+        nn.Module: (nn.Module,),
+        object: (object,),
+    }
+    return None if issubclass(kind, _CLOSED) else next(form for form, kinds in forms.items() if issubclass(kind, kinds))
+
+
 _NOT_PLAIN = object()
 
 
 def _as_plain(value: Any) -> Any:
     """A value that can be compared later on, of what is looked at as a whole."""
-    if type(value) in PLAIN_TYPES or isinstance(value, (*_PLAIN, torch.Tensor)):
+    if type(value) in PLAIN_TYPES:
         return value
+    if _is_open(type(value)):  # type: ignore[arg-type]
+        return _NOT_PLAIN
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().tolist())
     if isinstance(value, itertools.count | itertools.cycle):
         return repr(value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
-        return (value.dtype.str, value.shape, value.tobytes())
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+    if isinstance(value, (*_PLAIN, torch.Tensor)):
+        return value
+    numpy = sys.modules["numpy"]
+    if isinstance(value, numpy.random.Generator):
         return repr(value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
+    if isinstance(value, numpy.random.RandomState):
         return _numbers_of(value.get_state())
-    return _NOT_PLAIN
+    return (value.dtype.str, value.shape, value.tobytes())
+
+
+@functools.lru_cache(4096)
+def _is_open(kind: type) -> bool:
+    """Whether objects of a class are looked into; others are looked at as a whole."""
+    numpy = sys.modules.get("numpy")
+    whole: tuple[Any, ...] = (*_PLAIN, torch.Tensor, random.Random, torch.Generator, itertools.count, itertools.cycle)
+    if numpy is not None:
+        whole += (numpy.ndarray, numpy.generic, numpy.random.Generator, numpy.random.RandomState)
+    return not issubclass(kind, whole)
 
 
 def _numbers_of(state: Any) -> tuple[Any, ...]:
@@ -105,6 +134,7 @@ def _numbers_of(state: Any) -> tuple[Any, ...]:
     return (name, keys.tobytes(), *others)
 
 
+@functools.lru_cache(4096)
 def slots_of(kind: type) -> list[str]:
     """The attributes of a class's instances that are in slots."""
     return [slot for one in kind.__mro__ for slot in _slots(one)]
@@ -198,17 +228,17 @@ class Flags:
 
     def __init__(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
         inside = {id(module) for unit in units for module in unit.modules()}
-        self._modules = list(root.modules())
-        self._places = [vars(module) for module in self._modules if id(module) not in inside]
+        self._modules = list(map(vars, root.modules()))
+        self._places = [vars(module) for module in root.modules() if id(module) not in inside]
 
     def keep(self) -> Any:
         """What :meth:`put_back` takes."""
-        return [dict(place) for place in self._places], [module.training for module in self._modules]
+        return [dict(place) for place in self._places], list(map(_TRAINING, self._modules))
 
     def are_as(self, kept: Any) -> bool:
         """Whether they are as they were."""
         places, training = kept
-        return training == [module.training for module in self._modules] and all(
+        return training == list(map(_TRAINING, self._modules)) and all(
             place.keys() == was.keys() and all(place[key] is was[key] for key in was)
             for place, was in zip(self._places, places, strict=True)
         )
@@ -221,4 +251,4 @@ class Flags:
                 del place[key]
             place.update(was)
         for module, mode in zip(self._modules, training, strict=True):
-            module.training = mode
+            module["training"] = mode
