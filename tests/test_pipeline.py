@@ -188,6 +188,7 @@ def one_rank(model: Any = None, **options: Any) -> stepwell.Pipeline:
     ("options", "words"),
     [
         ({"schedule": "2f2b"}, "unknown schedule '2f2b'; known are gpipe, 1f1b"),
+        ({"schedule": gpipe}, r"a name or a Schedule, such as one_f_one_b\(1, 8\), got a function"),
         ({"schedule": gpipe(1, 2), "microbatches": 3}, "made for 2 microbatches, but microbatches=3"),
         ({"schedule": gpipe(2, 2)}, "made for 2 ranks, but there are 1"),
         ({"init_fn": initialise}, "init_fn is for a whole model; give pieces as functions"),  # nobody called it
@@ -257,6 +258,12 @@ def test_what_was_gathered_stays_as_it_was() -> None:
 def test_gathering_on_a_rank_that_is_not_there_is_refused() -> None:
     with pytest.raises(PipelineError, match="there are ranks 0 to 1 to gather on, got to=2"):
         stepwell.launch(lambda world: stepwell.gather(world.transport, {}, to=2), ranks=2)
+
+
+def test_what_is_no_tensor_is_not_gathered() -> None:
+    """A loss as a number ended in an AttributeError."""
+    with pytest.raises(PipelineError, match="'loss' is no tensor, but a float"):
+        stepwell.launch(lambda world: stepwell.gather(world.transport, {"loss": 0.5}, to=0), ranks=2)  # type: ignore[dict-item]
 
 
 def gather_shards() -> str:

@@ -30,11 +30,15 @@ def gather(
         On rank ``to`` one dict for each rank, in order, of tensors that are nobody else's; elsewhere None.
 
     Raises:
-        PipelineError: there is no rank ``to``, or a tensor is a DTensor.
+        PipelineError: there is no rank ``to``, or a tensor is a DTensor or none at all.
     """
     if not 0 <= to < transport.size:
         raise PipelineError(f"there are ranks 0 to {transport.size - 1} to gather on, got to={to}")
     for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise PipelineError(
+                f"{name!r} is no tensor, but a {type(tensor).__name__}: gather torch.tensor() of a number"
+            )
         if isinstance(tensor, DTensor):
             raise PipelineError(
                 f"{name!r} is a DTensor, of which each rank holds a part: gather its to_local(), or its full_tensor()"

@@ -300,6 +300,10 @@ def make_schedule(schedule: str | Schedule, ranks: int, microbatches: int | None
                 f"{schedule.name} was made for {schedule.placement.num_ranks} ranks, but there are {ranks}"
             )
         return schedule
+    if not isinstance(schedule, str):
+        raise PipelineError(
+            f"schedule must be a name or a Schedule, such as one_f_one_b({ranks}, 8), got a {type(schedule).__name__}"
+        )
     make = schedules.BY_NAME.get(schedule)
     if make is None:
         raise PipelineError(f"unknown schedule {schedule!r}; known are {', '.join(schedules.BY_NAME)}")
