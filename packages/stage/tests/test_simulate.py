@@ -282,6 +282,13 @@ def test_costs_for_other_stages_are_refused() -> None:
         simulate(lower(gpipe(2, 2)), Costs.uniform(3))
 
 
+def test_costs_of_edges_that_are_not_there_are_refused() -> None:
+    """Ranks that were counted from 1 were passed over, and the slow edge with them."""
+    costs = attrs.evolve(Costs.uniform(2), edges=[EdgeCost(1, 2, latency=9.0, bandwidth=1.0)])
+    with pytest.raises(ScheduleError, match=r"EdgeCost\(source=1, destination=2, .* not there: ranks are 0 to 1"):
+        simulate(lower(gpipe(2, 2)), costs)
+
+
 def test_a_schedule_is_no_plan_yet() -> None:
     """Simulating a schedule that was not lowered ended in an AttributeError."""
     with pytest.raises(ScheduleError, match=r"simulate\(\) takes a plan, got a Schedule; lower\(schedule\) makes one"):

@@ -34,9 +34,8 @@ class Kind(enum.Enum):
     OVERLAP = "OVERLAP_F_B"  # a forward and a backward as one, see Action.overlap
     CUSTOM = "CUSTOM"  # an action of the user's own, see Action.custom
 
-    __hash__ = (
-        object.__hash__
-    )  # members are single objects; Enum hashes the name anew each time, and plans hash millions
+    # Members are single objects; Enum hashes the name anew each time, and plans hash millions.
+    __hash__ = object.__hash__
 
     @property
     def is_compute(self) -> bool:

@@ -310,10 +310,8 @@ class _Sizes:
         best: PlanChoice | None = None
         tried: set[tuple[int, ...]] = set()
         for start in starts:
-            frontier, here = (
-                [start],
-                math.inf,
-            )  # a start may be slow and yet lead to something faster than the best so far
+            # A start may be slow and yet lead to something faster than the best so far.
+            frontier, here = [start], math.inf
             while frontier and len(tried) < self.model.most:
                 better: PlanChoice | None = None
                 for cuts in frontier:

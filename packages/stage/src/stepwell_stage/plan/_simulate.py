@@ -126,7 +126,7 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         costs: what each action and each message takes; with an ``overlap_gain`` where a handler runs overlapped pairs.
 
     Raises:
-        ScheduleError: ``plan`` is none, or costs are for another number of stages; or as :func:`prove`.
+        ScheduleError: ``plan`` is none, or costs are for another number of stages or name other ranks; or as :func:`prove`.
         DeadlockError: as :func:`prove`.
     """
     require_plan(plan, "simulate")
@@ -134,6 +134,10 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         raise ScheduleError(
             f"the plan has {plan.placement.num_stages} stages but costs are given for {costs.num_stages}"
         )
+    ranks = range(len(plan.actions))
+    beyond = next((edge for edge in costs.edges if edge.source not in ranks or edge.destination not in ranks), None)
+    if beyond is not None:
+        raise ScheduleError(f"{beyond} leads from or to a rank that is not there: ranks are 0 to {len(ranks) - 1}")
     return _Clocks(plan.with_pairs_apart() if costs.overlap_gain is None else plan, costs).run()
 
 
