@@ -76,6 +76,7 @@ WRONG_COSTS = [
     '{"layers": [{"forwards": 1}]}',
     '{"layers": [], "speed": 1}',
     '{"layers": [], "latency": "low"}',
+    '{"layers": [{"forward": 1, "backward": 1}], "unshard": [1]}',  # was taken, and had no effect
     '{"layers": [{"forward": "1", "backward": 1}]}',
     '{"layers": [{"forward": 1, "backward": 1, "parameter_bytes": -5}]}',
     *(f'{{"layers": [{{"forward": 1, "backward": 1, "count": {n}}}]}}' for n in (-1, 0, 1.5, 10**9, '"2"', "[]")),

@@ -35,7 +35,8 @@ from stepwell_stage.schedules import from_csv, to_csv
 
 Commands = Any  # what ArgumentParser.add_subparsers returns; argparse has no public name for it
 
-MOST_LAYERS = 100_000  # of one kind; "count" is a slip of the pen beyond
+MOST_LAYERS = 10_000  # of one kind; "count" is a slip of the pen beyond
+OF_THE_NETWORK = ("latency", "bandwidth", "overlap", "eager", "overlap_gain", "per_action")  # beside layers and edges
 COSTS_HELP = """
 The file of costs is JSON; times are seconds for one sample, sizes are bytes for one sample:
 
@@ -46,6 +47,8 @@ The file of costs is JSON; times are seconds for one sample, sizes are bytes for
 "count" repeats a layer; only "forward" and "backward" are needed. "parameter_bytes" are of the layer, whatever the batch.
 Edges that differ: "edges": [{"source": 0, "destination": 1, "latency": 1e-3, "bandwidth": 1e9}], from rank to rank.
 "overlap_gain": 0.3 says that a handler of yours runs overlapped pairs as one, which saves 30 % of the shorter of the two.
+"overlap": false says that both ends stop for each message, "eager": true that it may leave before its receive is posted, and
+"per_action": 1e-5 what the executor itself takes before each action.
 """
 
 
@@ -268,6 +271,9 @@ def _read_costs(file: Path) -> tuple[list[Layer], Costs]:
                 raise ValueError(f"count is a whole number from 1 to {MOST_LAYERS}, got {count!r}")
             layers += [Layer(**entry)] * int(count)
         edges = [EdgeCost(**edge) for edge in content.pop("edges", ())]
+        beyond = next((key for key in content if key not in OF_THE_NETWORK), None)
+        if beyond is not None:
+            raise ValueError(f"there is no {beyond!r} beside layers, edges, {', '.join(OF_THE_NETWORK)}")
         network = attrs.evolve(Costs.uniform(1), edges=edges, **content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PipelineError(
