@@ -113,6 +113,8 @@ def test_p018_a_message_with_one_end() -> None:
     with pytest.raises(DeadlockError, match="but rank 0 never sends it") as caught:
         prove(plan_of(*rows), TAGGED)
     assert caught.value.kind == "unmatched"
+    # It was called value 1, the number of the stage that takes it, though the stage before makes one value only.
+    assert "RECV_F of stage 0, microbatch 1, value 0 (rank 0 to rank 1)" in str(caught.value)
 
 
 def test_crossed_orders_mix_data_up_only_where_order_counts() -> None:

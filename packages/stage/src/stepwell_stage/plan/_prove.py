@@ -122,11 +122,11 @@ class _Facts:
         self.moved = ports | {WAIT_F: ports[SEND_F], WAIT_B: ports[SEND_B]}
 
     def ops(self, messages: tuple[int, ...], kind: Kind) -> tuple[Op, ...]:
-        """One end of each message. The index tells apart those from one stage to several of one rank."""
+        """One end of each message. The index, 0 between neighbours, tells apart those from one stage to several of one rank."""
         found = []
         for message in messages:
             edge, source, destination = self.ends[message // self.count]
-            found.append(Op(_OP_KINDS[kind], edge, source, message % self.count, destination))
+            found.append(Op(_OP_KINDS[kind], edge, source, message % self.count, abs(destination - source) - 1))
         return tuple(found)
 
 
