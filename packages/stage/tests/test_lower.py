@@ -13,7 +13,7 @@ from stepwell_p2p import Placement, Rules
 from stepwell_stage import Action, Kind, Plan, Schedule, lower, prove
 from stepwell_stage.exceptions import ScheduleError
 from stepwell_stage.plan._random import random_links, random_schedule
-from stepwell_stage.schedules import forward_only, gpipe, one_f_one_b
+from stepwell_stage.schedules import BY_NAME, forward_only, gpipe, one_f_one_b
 
 FIFO = Rules(tagged=False, rendezvous=True)
 RECV = (Kind.RECV_F, Kind.RECV_B)
@@ -108,7 +108,7 @@ def test_a_pair_posts_both_receives_before_and_both_sends_after() -> None:
 
 
 def test_p003_p004_no_receive_stands_before_a_send_that_is_ready() -> None:
-    for schedule in (gpipe(4, 8), one_f_one_b(4, 8), forward_only(Placement.loop(16, 8), 8)):
+    for schedule in (*(make(8, 16) for make in BY_NAME.values()), forward_only(Placement.loop(16, 8), 8)):
         for row in lower(schedule).actions:
             for before, action in itertools.pairwise(row):
                 if action.kind in SEND:  # at once after the compute action that makes what it sends
