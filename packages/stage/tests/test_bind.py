@@ -431,3 +431,80 @@ def test_handlers_of_forwards_run_in_evaluation_too() -> None:
     assert seen == ["0F0", "0F1"]
     step(executor)
     assert seen[2:] == ["0F0", "0F1", "0F2", "0F3"]
+
+
+@pytest.mark.parametrize("way", ["step", "eval"])
+@pytest.mark.parametrize("where", ["handler", "around_action", "stage"])
+def test_a_step_inside_of_a_step_is_refused_on_every_rank(threads: Threads, where: str, way: str) -> None:
+    """It began a step of its own, whose actions began others, until Python had enough of it on every rank."""
+
+    def run(transport: Transport) -> str:
+        def again() -> None:
+            if transport.rank == 1:
+                getattr(executor, way)()
+
+        def handler(call: ActionCall) -> None:
+            again()
+            call.run()
+
+        @contextlib.contextmanager
+        def around(action: Action) -> Iterator[None]:
+            again()
+            yield
+
+        options: dict[str, Any] = {}
+        if where == "handler":
+            options["handlers"] = {Kind.F: handler}
+        if where == "around_action":
+            options["around_action"] = [around]
+        executor = executor_of(transport, one_f_one_b(3, 4), **options)
+        if where == "stage":
+            executor.stages[0].submodule.register_forward_pre_hook(lambda *_: again())
+        with pytest.raises((StageUsageError, StageExecutionError, PeerFailure)) as raised:
+            step(executor)
+        return str(raised.value)
+
+    for said in threads(run, 3, timeout=10.0):
+        assert "rank 1 called step() or eval() while a step of the same executor is under way" in said
+
+
+def test_a_step_from_another_thread_is_refused_and_the_one_under_way_goes_on(threads: Threads) -> None:
+    """Two steps at once mixed their microbatches."""
+
+    def run(transport: Transport) -> list[torch.Tensor]:
+        said: list[str] = []
+
+        def from_elsewhere() -> None:
+            with pytest.raises(StageUsageError) as raised:
+                executor.step()
+            said.append(str(raised.value))
+
+        def handler(call: ActionCall) -> None:
+            call.run()
+            thread = threading.Thread(target=from_elsewhere)
+            thread.start()
+            thread.join()
+
+        executor = executor_of(transport, one_f_one_b(2, 4), handlers={Kind.B: handler})
+        found = step(executor)
+        assert len(said) == 4
+        assert all("is under way" in one and "in another thread" in one for one in said)
+        return found
+
+    assert_trained(threads(run, 2), 2)
+
+
+def test_after_a_refused_step_inside_of_a_step_the_next_runs() -> None:
+    inside = True
+
+    def forward(call: ActionCall) -> None:
+        if inside:
+            executor.step()
+        call.run()
+
+    executor = executor_of(LoopbackFabric(1).transport(0), one_f_one_b(1, 4), handlers={Kind.F: forward})
+    for _ in range(2):
+        with pytest.raises(StageUsageError, match="is under way"):
+            step(executor)
+    inside = False
+    assert_trained([step(executor)], 1)

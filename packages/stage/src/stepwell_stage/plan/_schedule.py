@@ -11,10 +11,15 @@ from stepwell_p2p._placement import Placement
 
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
+from ._count import whole
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(row) for row in rows)
+
+
+def _microbatches(count: int) -> int:
+    return whole(count, "num_microbatches")
 
 
 @attrs.frozen
@@ -39,7 +44,7 @@ class Schedule:
 
     name: str
     placement: Placement
-    num_microbatches: int
+    num_microbatches: int = attrs.field(converter=_microbatches)
     actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
     slots: tuple[array[int], ...] = attrs.field(init=False, repr=False, eq=False)
 

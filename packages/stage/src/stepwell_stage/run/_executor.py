@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -140,6 +141,7 @@ class Executor:
         self._train = self._make_run(self.plan)
         self._eval: Run | None = None
         self._is_open = False
+        self._busy = threading.Lock()
 
     @property
     def is_first(self) -> bool:
@@ -197,7 +199,7 @@ class Executor:
         """
         if not self._train.has_backward:
             raise StageUsageError(f"{self.plan.schedule.name} has no backward: call eval()")
-        with contextlib.ExitStack() as stack:
+        with self._alone(), contextlib.ExitStack() as stack:
             for enter in self.around_step:
                 stack.enter_context(enter())
             batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
@@ -219,14 +221,14 @@ class Executor:
         A batch of fewer samples than microbatches runs in as many microbatches as it has samples. The loss is computed where
         there is a target. Modules stay in the mode they are in: call ``module.eval()`` yourself. Gradients are not touched.
         """
-        if self._eval is None:
-            plan = self.plan
-            if self._train.has_backward:
-                forwards = forward_only(plan.placement, plan.num_microbatches)
-                plan = lower_for(self.stages, forwards, self._prefetch)
-            self._eval = self._make_run(plan)
-        batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        with torch.no_grad():
+        with self._alone(), torch.no_grad():
+            if self._eval is None:
+                plan = self.plan
+                if self._train.has_backward:
+                    forwards = forward_only(plan.placement, plan.num_microbatches)
+                    plan = lower_for(self.stages, forwards, self._prefetch)
+                self._eval = self._make_run(plan)
+            batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
             return self._run(self._eval, batch, losses, return_outputs=return_outputs, fewer=True)
 
     def twin(self, around_action: Sequence[Around]) -> Executor:
@@ -250,6 +252,19 @@ class Executor:
     def output_bytes(self) -> dict[int, int]:
         """Of each of this rank's stages the bytes of one microbatch's outputs, the most that crossed so far."""
         return {k: v for run in (self._eval, self._train) if run is not None for k, v in run.output_bytes().items()}
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a step, of which the other ranks know nothing, in the middle of another."""
+        if not self._busy.acquire(blocking=False):
+            raise StageUsageError(
+                f"rank {self.transport.rank} called step() or eval() while a step of the same executor is under way, in what"
+                " this calls (a stage, the loss, a handler, around_action) or in another thread: call it when that has returned"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _make_run(self, plan: Plan) -> Run:
         return Run(

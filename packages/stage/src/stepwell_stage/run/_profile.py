@@ -15,6 +15,7 @@ from torch import nn
 from ..exceptions import StageUsageError
 from ..plan._action import Action, Kind
 from ..plan._costs import Costs
+from ..plan._count import whole
 from ..plan._timeline import Event, Timeline
 from ._executor import Executor
 from ._measure import synchronize
@@ -50,7 +51,7 @@ def profile_stages(executor: Executor, *args: Any, target: Any = None, repeats: 
     Raises:
         StageUsageError: ``repeats`` is below 1; or as :meth:`Executor.step`, with all else that a step raises.
     """
-    if repeats < 1:
+    if whole(repeats, "repeats", StageUsageError) < 1:
         raise StageUsageError(f"repeats must be at least 1, got {repeats}")
     saved = _Saved(executor.stages)
     with contextlib.ExitStack() as stack:

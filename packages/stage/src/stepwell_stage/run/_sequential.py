@@ -15,6 +15,7 @@ from stepwell_p2p import Placement, Transport
 
 from ..exceptions import StageUsageError
 from ..plan._balance import balance, check_starts
+from ..plan._count import whole
 from ._forward import Forward
 from ._materialise import materialise
 from ._reader import read_forward
@@ -177,7 +178,7 @@ def split_sequential(
             raise StageUsageError("costs decide where to cut, and so do boundaries: give one of them")
         starts = check_starts([_number(boundary, names) for boundary in boundaries], len(units))
     else:
-        assert n is not None
+        n = whole(n, "n", StageUsageError)
         if n > len(units):
             raise StageUsageError(
                 f"{type(model).__name__} has {len(units)} layers that can be told apart, too few for {n} stages:"

@@ -28,6 +28,7 @@ from stepwell_p2p import C10dTransport, Transport, Wire
 
 from .._compat import tree_flatten
 from ..exceptions import StageUsageError
+from ..plan._count import whole
 from ._agree import LooksAtBatch
 from ._looks import forward_meta
 from ._program import EagerProgram, StageProgram
@@ -111,6 +112,8 @@ class PipelineStage(TorchStage):
         classes: Iterable[type] = (),
         names: Mapping[str, str] | None = None,
     ) -> None:
+        stage_index = whole(stage_index, "stage_index", StageUsageError)
+        num_stages = whole(num_stages, "num_stages", StageUsageError)
         if not 0 <= stage_index < num_stages:
             raise StageUsageError(
                 f"stage_index must be 0 to {num_stages - 1} for {num_stages} stages, got {stage_index}"

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._pause import collector_paused
 from .._schedule import Schedule
 from ._phases import Phases
 
 
 @collector_paused()
+@whole_numbers
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """A V of stages, where in the steady state a forward of one half runs together with a backward of the other.
 

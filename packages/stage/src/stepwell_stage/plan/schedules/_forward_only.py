@@ -5,9 +5,11 @@ from __future__ import annotations
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._schedule import Schedule
 
 
+@whole_numbers
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Every microbatch forward through every stage, and nothing else.
 

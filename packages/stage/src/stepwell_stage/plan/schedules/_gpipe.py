@@ -5,11 +5,13 @@ from __future__ import annotations
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._pause import collector_paused
 from .._schedule import Schedule
 
 
 @collector_paused()
+@whole_numbers
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards, one stage a rank.
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._pause import collector_paused
 from .._schedule import Schedule
 from ._rounds import in_rounds, round_sizes, warm_up
 
 
 @collector_paused()
+@whole_numbers
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """1F1B over looped stages: the more stages a rank has, the shorter the bubble, and the more messages.
 

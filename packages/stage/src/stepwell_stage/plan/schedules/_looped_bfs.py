@@ -5,11 +5,13 @@ from __future__ import annotations
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._pause import collector_paused
 from .._schedule import Schedule
 
 
 @collector_paused()
+@whole_numbers
 def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """All microbatches through one local stage before the next one, backwards in the reverse of that order.
 

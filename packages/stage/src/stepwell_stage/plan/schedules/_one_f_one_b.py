@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._pause import collector_paused
 from .._schedule import Schedule
 
 
 @collector_paused()
+@whole_numbers
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """After a warm-up, one forward and one backward in turn, one stage a rank.
 

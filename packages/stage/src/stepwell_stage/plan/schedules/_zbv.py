@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._pause import collector_paused
 from .._schedule import Schedule
 from ._phases import Phases
 
 
 @collector_paused()
+@whole_numbers
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """Zero bubble on a V: rank *r* of *R* holds stages *r* and *2R - 1 - r*.
 

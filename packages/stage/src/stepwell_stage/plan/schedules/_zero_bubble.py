@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
+from .._count import whole_numbers
 from .._pause import collector_paused
 from .._schedule import Schedule
 from ._rounds import in_rounds, round_sizes, warm_up
 
 
 @collector_paused()
+@whole_numbers
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B with the backward split, the W of rank *r* lagging *r* microbatches behind, one stage a rank.
 
@@ -35,6 +37,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 @collector_paused()
+@whole_numbers
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """Interleaved 1F1B with the backward split, the W of rank *r* lagging *r* steps behind, and a shorter warm-up.
 
