@@ -154,3 +154,23 @@ def tensor_parallel(shape: tuple[int, ...], names: tuple[str, ...], mode: str) -
 def test_tensor_parallel_parameters_compose(workers: WorkerPool, shape: Any, names: Any, mode: str) -> None:
     ranks = torch.Size(shape).numel()
     assert max(workers.run(tensor_parallel, ranks, shape, names, mode, deadline=110)) <= 3e-7
+
+
+@pytest.mark.parametrize(
+    ("config", "launched", "words"),
+    [
+        ({"dp_mode": "hsdp", "fsdp_degree": 2}, "1", "fsdp_degree=2, but torch.distributed is not initialised"),
+        ({"dp_mode": "ddp", "dp_replicate_degree": 3}, "1", "dp_replicate_degree=3, but .*init_process_group first"),
+        ({}, "4", "WORLD_SIZE=4, but .*init_process_group first.* set fsdp_degree=1"),
+        ({"dp_mode": "ddp"}, "4", "WORLD_SIZE=4, but .* set dp_replicate_degree=1"),
+    ],
+)
+def test_ranks_that_do_not_know_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], launched: str, words: str
+) -> None:
+    """Where init_process_group was forgotten each rank trained a copy of its own, without a word."""
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    with pytest.raises(ConfigError, match=words):
+        compiler(PassConfig(**config))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert compiler(PassConfig(fsdp_degree=1)).topology is None

@@ -192,6 +192,19 @@ def test_kwargs_trees_and_constants() -> None:
     assert joint.guards.tensor_names == ("batch.pair.0", "batch.pair.1")
 
 
+def test_a_number_that_is_no_number_is_built_in_like_others() -> None:
+    """A step with such an input refused its own example: "made for the value nan, got nan"."""
+    joint = trace(
+        support.MLP(4, 3), lambda model, x, y, fill: support.mse_loss(model, x, y), {**support.XY, "fill": float("nan")}
+    )
+    assert joint.guards.accepts({**support.XY, "fill": float("nan")})
+    assert not joint.guards.accepts({**support.XY, "fill": 0.0})
+    joint = trace(
+        support.MLP(4, 3), lambda model, x, y, fill: support.mse_loss(model, x, y), {**support.XY, "fill": 0.0}
+    )
+    assert not joint.guards.accepts({**support.XY, "fill": -0.0})
+
+
 def test_every_node_has_its_module_and_phase_backward_nodes_too() -> None:
     joint = trace(support.seeded(gpt(layers=2)), support.gpt_loss, TOKENS)
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stepwell_graphpasses import JointGraph, trace
+from stepwell_graphpasses import GraphCompiler, JointGraph, trace
 from stepwell_graphpasses.exceptions import CaptureError, ConfigError
+from stepwell_graphpasses.testing import fake_world
 
 X = {"x": torch.randn(3, 4), "y": torch.randn(3, 4)}
 
@@ -157,3 +158,11 @@ def test_reentrant_checkpoints_are_refused_by_module(waits: bool) -> None:
     model = nn.ModuleDict({"folded": Folded()})
     with pytest.raises(CaptureError, match=r"checkpointing in folded has use_reentrant=True.* use_reentrant=False"):
         trace(model, step, X)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sparse_gradients_are_refused_by_name(ranks: int) -> None:
+    """On several ranks a pass failed with "Cannot access storage of SparseTensorImpl", on one the first step did."""
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1))
+    with fake_world(ranks), pytest.raises(CaptureError, match=r"the gradient of 0.weight is sparse .* sparse=False"):
+        GraphCompiler(model, lambda model, x: model(x).mean()).compile(x=torch.tensor([0, 3]))

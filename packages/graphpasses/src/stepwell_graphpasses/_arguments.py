@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ def resolve_topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopolog
     """The axes in effect (None with one rank), and the configuration with the degrees filled in.
 
     Raises:
-        ConfigError: the mesh has other degrees than the configuration.
+        ConfigError: the mesh has other degrees than the configuration, or ranks that there should be do not know each other.
     """
     pp_size = config.pp_degree or (2 if config.pp_enabled else 1)
     if mesh is not None:
@@ -134,6 +135,7 @@ def resolve_topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopolog
             pp_size=pp_size,
         )
     else:
+        _refuse_missing_ranks(config)
         return None, config
     degrees = topology.degrees
     sizes = dict(zip(topology.mesh.mesh_dim_names or (), topology.mesh.shape, strict=False))
@@ -156,6 +158,28 @@ def resolve_topology(config: PassConfig, mesh: Any) -> tuple[DataParallelTopolog
         dp_replicate_degree=degrees.replicate,
     )
     return (topology if degrees.total > 1 else None), effective
+
+
+def _refuse_missing_ranks(config: PassConfig) -> None:
+    """Without a process group every rank would train a copy of its own.
+
+    Raises:
+        ConfigError: there should be several ranks, by the configuration or by how this one was launched.
+    """
+    advice = "torch.distributed is not initialised; call torch.distributed.init_process_group first"
+    for field in ("fsdp_degree", "dp_replicate_degree"):
+        if (asked := getattr(config, field) or 1) > 1:
+            raise ConfigError(
+                f"{field}={asked}, but {advice}, or leave the field out on one rank", field=field, value=asked
+            )
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched not in ("", "1") and config.fsdp_degree is None and config.dp_replicate_degree is None:
+        field = "dp_replicate_degree" if config.dp_mode == "ddp" else "fsdp_degree"
+        raise ConfigError(
+            f"WORLD_SIZE={launched}, but {advice}. If each rank shall train a model of its own, set {field}=1",
+            field=field,
+            value=None,
+        )
 
 
 def check_config(config: Any, plan: Any) -> None:

@@ -17,6 +17,11 @@ from .exceptions import ConfigError
 Kind = Literal[
     "gather", "reduce_scatter", "all_reduce", "wait", "cast", "pad", "unpad", "scale", "carry", "pack", "unpack", "view"
 ]
+# What every backend carries. Others travel as bytes: gloo knows no small integers, and no complex numbers in coalesced gathers.
+CARRIED = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+)
 STARTS: frozenset[str] = frozenset({"gather", "reduce_scatter", "all_reduce"})
 
 aten = torch.ops.aten
@@ -131,8 +136,12 @@ class Writer:
 
     def gather(self, node: fx.Node, group: str, size: int) -> fx.Node:
         """Shards of equal shape from all ranks, one after another in dim 0, and the wait for them."""
+        dtype = value_of(node).dtype
+        if dtype not in CARRIED:
+            node = self.call("cast", aten.view.dtype, node, torch.uint8)
         started = self.call("gather", compat.ALL_GATHER, node, size, group, group=group, size=size)
-        return self.wait(started, "gather", group, size)
+        whole = self.wait(started, "gather", group, size)
+        return whole if dtype in CARRIED else self.call("unpack", aten.view.dtype, whole, dtype)
 
     def gather_apart(self, nodes: Sequence[fx.Node], group: str, size: int) -> list[fx.Node]:
         """The same for several shards with one collective, each in memory of its own."""

@@ -132,8 +132,10 @@ class InputGuards:
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """Whether a value that is built into a graph is this one; 1, 1.0 and True are three."""
-    return left is right or (type(left) is type(right) and bool(left == right))
+    """Whether a value that is built into a graph is this one; 1, 1.0 and True are three, not-a-number is one."""
+    if left is right or type(left) is not type(right):
+        return left is right
+    return repr(left) == repr(right) if isinstance(left, float | complex) else bool(left == right)
 
 
 def find_aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

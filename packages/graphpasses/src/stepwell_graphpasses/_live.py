@@ -16,7 +16,7 @@ from stepwell_mesh import DataParallelTopology
 
 from . import _compat as compat
 from ._graph import Buffer
-from ._table import Layout, Parameter, ParameterTable
+from ._table import Layout, Parameter, ParameterTable, names_by_tensor
 from .exceptions import GradientError, ModelStateError
 
 
@@ -43,6 +43,8 @@ class LiveModel:
         device: torch.device,
     ) -> None:
         _refuse_sharded(table, topology)
+        if topology is not None and topology.mode != "ddp":
+            _refuse_overlaps(model, table)
         self.model = model
         self.table = table.contiguous() if topology is not None and topology.mode != "ddp" else table
         self.layouts = layouts
@@ -302,8 +304,9 @@ class LiveModel:
             for tensor in everything:
                 local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
                 if local.numel():
-                    dense = local.contiguous()
-                    dist.broadcast(dense, source, group=group)
+                    dense = local.resolve_conj().contiguous()
+                    # As bytes: a backend may not know the dtype, and values are only copied.
+                    dist.broadcast(dense.view(-1).view(torch.uint8), source, group=group)
                     if dense.data_ptr() != local.data_ptr():
                         local.copy_(dense)
 
@@ -320,6 +323,27 @@ def _refuse_sharded(table: ParameterTable, topology: DataParallelTopology | None
                 f"parameter {parameter.name} is laid out over {taken[0]!r} already, by another compiler or by fully_shard; step"
                 " with that one, or compile a model whose parameters are whole (or parallel over other axes of the mesh)"
             )
+
+
+def _refuse_overlaps(model: nn.Module, table: ParameterTable) -> None:
+    """Shards lie apart: what was written through one name would no longer be read through the other."""
+    found: list[tuple[int, int, str, bool]] = []
+    buffers = [
+        (names[0], buffer) for buffer, names in names_by_tensor(list(model.named_buffers(remove_duplicate=False)))
+    ]
+    for name, tensor in (*((p.name, model.get_parameter(p.name)) for p in table), *buffers):
+        local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        if local.numel() and not local.is_meta and local.layout is torch.strided:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+            found.append((local.data_ptr(), local.data_ptr() + span * local.element_size(), name, tensor.requires_grad))
+    widest: tuple[int, int, str, bool] | None = None
+    for one in sorted(found):
+        if widest is not None and one[0] < widest[1] and (one[3] or widest[3]):
+            raise ModelStateError(
+                f"{widest[2]} and {one[2]} are two tensors in the same memory: as shards they would lie apart, and no longer"
+                " change together; use one and the same Parameter under both names, or give each its own memory (clone())"
+            )
+        widest = one if widest is None or one[1] > widest[1] else widest
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import attrs
 import torch
 from torch import fx
 
 from . import _compat as compat
-from ._graph import JointGraph, is_getitem, is_mutation, is_view, mutated_arguments, value_of
+from ._graph import JointGraph, emit, is_getitem, is_mutation, is_view, mutated_arguments, value_of
 
 
 @attrs.frozen
@@ -47,6 +49,27 @@ def writers_of_memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each value whose memory is written in place, also through a view, the last node that does so."""
     roots = memory_roots(graph)
     return {root: node for node in graph.nodes for target in mutated_arguments(node) for root in roots[target]}
+
+
+def give_own_memory(joint: JointGraph, outputs: Collection[int], *, apart: bool = False) -> None:
+    """Copy what lies in the memory of an input: whoever gets these outputs may write to them, or keep them while inputs change.
+
+    Args:
+        joint: the graph.
+        outputs: numbers of the outputs.
+        apart: whether they lie apart from one another too.
+    """
+    roots = memory_roots(joint.graph)
+    found = list(joint.outputs)
+    taken: set[fx.Node] = set()
+    for index in outputs:
+        node = found[index]
+        if taken.intersection(roots[node]) or any(root.op != "call_function" for root in roots[node]):
+            with joint.graph.inserting_before(joint.output_node):
+                clone = torch.ops.aten.clone.default
+                found[index] = emit(joint.graph, clone, (node,), like=node, phase="backward", mode=joint.mode)
+        taken.update(roots[node] if apart else ())
+    joint.output_node.args = (tuple(found),)
 
 
 def estimate_peak(joint: JointGraph) -> Peak:

@@ -13,7 +13,7 @@ from . import _compat as compat
 from ._codegen import compile_graph
 from ._collectives import comm_of
 from ._graph import JointGraph, emit, mutated_arguments, phase_of, value_of
-from ._memory import memory_roots
+from ._memory import give_own_memory, memory_roots
 from ._signature import Entry
 from .passes._split import Piece, pieces
 
@@ -199,7 +199,8 @@ def cut(joint: JointGraph) -> dict[str, Ready]:
     if all(node.op != "call_function" for node in joint.graph.nodes):
         return {}
     _save_written(joint)
-    _give_own_memory(joint)
+    first = 1 + sum(name.startswith("out") for name, _ in joint.losses)
+    give_own_memory(joint, range(first, len(joint.outputs)), apart=True)
     inward = {node for (name, _), node in zip(joint.losses, joint.outputs[1:], strict=False) if name.startswith("grad")}
     for node in reversed(joint.graph.nodes):
         if node.op != "call_function":
@@ -247,21 +248,3 @@ def _save_written(joint: JointGraph) -> None:
                 )
             for reader in readers:
                 reader.replace_input_with(value, saved)
-
-
-def _give_own_memory(joint: JointGraph) -> None:
-    """Let every gradient that goes out have memory of its own: whoever gets it may write to it or send it away."""
-    roots = memory_roots(joint.graph)
-    outputs = list(joint.outputs)
-    first = 1 + sum(name.startswith("out") for name, _ in joint.losses)
-    taken: set[fx.Node] = set()
-    for index, node in enumerate(outputs):
-        if index < first:
-            continue
-        if taken.intersection(roots[node]) or any(root.op != "call_function" for root in roots[node]):
-            with joint.graph.inserting_before(joint.output_node):
-                outputs[index] = emit(
-                    joint.graph, torch.ops.aten.clone.default, (node,), like=node, phase="backward", mode=joint.mode
-                )
-        taken.update(roots[node])
-    joint.output_node.args = (tuple(outputs),)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import attrs
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,15 @@ from . import _compat as compat
 from ._arguments import check_device
 from ._graph import Buffer, JointGraph, remove_dead
 from ._inputs import DynamicDims, FakeInputs, fake_inputs, size_relations
+from ._memory import give_own_memory
 from ._recompute import fold_recomputed
+from ._refusals import (
+    refuse_foreign_parameters,
+    refuse_hooks,
+    refuse_inner_backward,
+    refuse_lost_tensors,
+    refuse_sparse_gradients,
+)
 from ._scopes import Scopes, adopt_owners
 from ._table import Parameter, ParameterTable, names_by_tensor, parameter_table
 from .exceptions import CaptureError, GraphError
@@ -101,7 +110,7 @@ def capture(
         duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, specialize_zero_one=True
     )
     mode = compat.ExampleMode(allow_non_fake_inputs=True, shape_env=env)
-    _refuse_hooks(model)
+    refuse_hooks(model)
     table = table or parameter_table(model, param_dtype=param_dtype)
     target = check_device(device) if device is not None else _device_of(model)
     faked = fake_inputs(inputs, mode, dims)
@@ -119,19 +128,17 @@ def capture(
     step.scopes.annotate(module.graph)
     adopt_owners(module.graph)
     _own_placeholders(module, table, buffers)
-    _refuse_foreign_parameters(module)
-    _refuse_lost_tensors(module, replaced)
+    refuse_foreign_parameters(module)
+    refuse_lost_tensors(module, replaced)
     fold_recomputed(module, recomputed=step.scopes.recomputed)
     _drop_aliases(module.graph)
     remove_dead(module.graph)
     guards = faked.guards
     if faked.symbols:
-        import attrs
-
         guards = attrs.evolve(guards, relations=size_relations(env, faked.symbols, dims))
     step.finish(module.graph, mode)
     module.graph.lint()
-    return JointGraph(
+    joint = JointGraph(
         graph=module.graph,
         root=module,
         table=table,
@@ -145,6 +152,8 @@ def capture(
             name for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         ),
     )
+    give_own_memory(joint, range(len(joint.outputs) - len(joint.gradients), len(joint.outputs)))
+    return joint
 
 
 class Step(nn.Module):
@@ -186,7 +195,7 @@ class Step(nn.Module):
         for parameter, tensor in zip(self.table, parameters, strict=True):
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    _refuse_inner_backward(parameter.name)
+                    refuse_inner_backward(parameter.name)
                 )
         leaves = iter(flat[len(self.table) + len(self.buffer_names) :])
         inputs = compat.tree_map_tensors(lambda _: next(leaves), self.faked.tree)
@@ -213,6 +222,7 @@ class Step(nn.Module):
         self.scopes.start_backward([loss])
         gradients = torch.autograd.grad(loss, [t for _, t in wanted], allow_unused=True)
         found = [(p.name, g) for (p, _), g in zip(wanted, gradients, strict=True) if g is not None]
+        refuse_sparse_gradients(found)
         self.gradients = tuple(name for name, _ in found)
         return (*outputs, *(g for _, g in found))
 
@@ -248,25 +258,6 @@ def as_in_model(parameter: Parameter, tensor: torch.Tensor) -> torch.Tensor:
         shape=torch.Size(layout.shape),
         stride=layout.stride,
     )
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Hooks of parameters are not run by a graph, and shards have none: what they do would silently be left out."""
-    for name, parameter in model.named_parameters():
-        if compat.has_gradient_hooks(parameter):
-            raise CaptureError(
-                f"parameter {name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), which a graph would"
-                " leave out; remove it, and do its work in the train step or on .grad after it"
-            )
-
-
-def _refuse_inner_backward(name: str) -> Callable[[torch.Tensor], None]:
-    def refuse(_: torch.Tensor) -> None:
-        raise CaptureError(
-            f"the train step calls backward itself (it reached parameter {name}); return the loss, gradients are taken from it"
-        )
-
-    return refuse
 
 
 def as_losses(result: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -466,28 +457,6 @@ def _own_placeholders(
     owners = [name.rpartition(".")[0] for name in (*table.names, *(names[0] for _, names in buffers))]
     for node, owner in zip(module.graph.find_nodes(op="placeholder"), owners, strict=False):
         node.meta["fqn"] = owner
-
-
-def _refuse_foreign_parameters(module: fx.GraphModule) -> None:
-    for node in module.graph.find_nodes(op="get_attr"):
-        value = getattr(module, str(node.target), None)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise CaptureError(
-                f"the step (in {node.meta['fqn'] or 'train_fn'}) uses a trainable tensor of shape {tuple(value.shape)} that"
-                " is no parameter of the model; make it one, so that it is sharded, reduced and updated"
-            )
-
-
-def _refuse_lost_tensors(module: fx.GraphModule, replaced: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """A tensor that a step reads, and then puts another in the place of, would stay for ever what it was in the capture."""
-    read = [getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr")]
-    held = {value.untyped_storage().data_ptr() for value in read if isinstance(value, torch.Tensor) and value.numel()}
-    for name, value in replaced:
-        if value.numel() and value.untyped_storage().data_ptr() in held:
-            raise CaptureError(
-                f"the step reads the tensor {name} of the model, and puts another in its place for the next step, which a graph"
-                f" would not see; make it a buffer: register_buffer({name.rpartition('.')[2]!r}, …)"
-            )
 
 
 def _drop_aliases(graph: fx.Graph) -> None:

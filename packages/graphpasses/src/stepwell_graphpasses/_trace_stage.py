@@ -12,6 +12,7 @@ from stepwell_meta import normalize_outputs
 
 from . import _compat as compat
 from ._inputs import DynamicDims
+from ._refusals import refuse_sparse_gradients
 from ._stage_graph import StageGraph
 from ._table import ParameterTable
 from ._trace import Step, capture
@@ -65,6 +66,7 @@ class StageStep(Step):
                     results.append(gradient)
             pairs = zip(wanted, taken[len(sources) :], strict=True)
             gradients = [(name, gradient) for (name, _), gradient in pairs if gradient is not None]
+            refuse_sparse_gradients(gradients)
         self.losses = tuple((name, None) for name in names)
         self.gradients = tuple(name for name, _ in gradients)
         # The calling convention has a loss; a stage has none, and its first output stands there.

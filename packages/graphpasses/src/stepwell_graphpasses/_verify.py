@@ -200,7 +200,8 @@ def _whole(live: LiveModel, parameter: Parameter) -> torch.Tensor:
     padded = local.new_zeros((layout.padded_rows, *parameter.shape[1:]))
     padded[: local.shape[0]] = local
     parts = [torch.empty_like(padded) for _ in layout.rows]
-    dist.all_gather(parts, padded, group=topology.mesh.get_group(topology.shard_axis))
+    as_bytes = [part.view(torch.uint8) for part in (*parts, padded)]  # a backend may not know the dtype
+    dist.all_gather(as_bytes[:-1], as_bytes[-1], group=topology.mesh.get_group(topology.shard_axis))
     return torch.cat([part[:rows] for part, rows in zip(parts, layout.rows, strict=True)])
 
 

@@ -13,6 +13,8 @@ the graph alone, hence is the same on every rank; a cost model, if there is one,
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -189,14 +191,12 @@ class OverlapPass:
             return
         uses = [_first_reader(node, position) for node in gathers]
         begin = min(position[gathers[0]], uses[0]) - 0.5
-        waiting: list[int] = []
+        total = list(itertools.accumulate((_gathered_bytes(node) for node in gathers), initial=0))
         for index, node in enumerate(gathers):
             back = index - depth
             if self.max_bytes is not None:
-                sizes = [*waiting, _gathered_bytes(node)]
-                while back < index and sum(sizes[back + 1 if back >= 0 else 0 :]) > self.max_bytes:
+                while back < index and total[index + 1] - total[max(back + 1, 0)] > self.max_bytes:
                     back += 1
-            waiting.append(_gathered_bytes(node))
             place = begin if back < 0 else uses[back] - 0.25
             if 0 <= back < index and phase_of(node) == "backward":
                 place = (uses[back] + uses[back + 1]) / 2
@@ -238,15 +238,13 @@ def _hiding_place(
 ) -> dict[fx.Node, float]:
     """The latest place at which a gather may start and still be hidden by computation."""
     nodes = list(joint.graph.nodes)
+    spent = [0.0]  # by the nodes before each place
+    for node in nodes:
+        spent.append(spent[-1] + (0.0 if is_start(node) else costs.get(node, 0.0)))
     places = {}
     for node in starts(joint.graph, "gather"):
-        place = int(_first_reader(node, position))
-        left = costs[node]
-        while place > 0 and left > 0:
-            place -= 1
-            if not is_start(nodes[place]):
-                left -= costs.get(nodes[place], 0.0)
-        places[node] = place - 0.5
+        use = int(_first_reader(node, position))
+        places[node] = max(bisect.bisect_right(spent, spent[use] - costs[node], hi=use + 1) - 1, 0) - 0.5
     return places
 
 
@@ -277,14 +275,14 @@ def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> float:
 
 def _pack_of(node: fx.Node) -> list[fx.Node]:
     """What makes a gather's input, to be moved with it."""
-    found: list[fx.Node] = []
+    found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:
         for source in waiting.pop().all_input_nodes:
             if is_free(source) and source not in found:
-                found.append(source)
+                found[source] = None
                 waiting.append(source)
-    return found
+    return list(found)
 
 
 def _gathered_bytes(node: fx.Node) -> int:
