@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from .._compat import pop_function_mode, push_function_mode
+from .._compat import FakeTensor, pop_function_mode, push_function_mode
 from ..exceptions import StageUsageError
 from ._absent import BY_SHAPE, HOOKS, Absence, NeedsDataError
 from ._frames import is_asked_by_model, source_line
@@ -234,6 +234,12 @@ class StageGlue(Glue):
             start = time.perf_counter()
             out = call(*args, **kwargs)
             self.unit_seconds += time.perf_counter() - start
+            if type(out) is FakeTensor:
+                raise StageUsageError(
+                    f"unit {name!r} is given all that it takes, and gives a tensor without data: it finds a table that was left"
+                    " in a class, or in what functools.lru_cache remembers, when a model was split; run the model once before"
+                    " that, in a new process"
+                )
             if known is not None:
                 known.check(name, out, needs=self._absence.tracks, shapes=self._measures)
         else:

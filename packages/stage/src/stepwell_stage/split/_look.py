@@ -25,6 +25,7 @@ from ._state import Flags, GlueState, undrawn
 from ._templates import Example, Templates
 from ._units import Branch, choose_units
 from ._values import Recording
+from ._watch import Made, check_left
 from ._ways import Ways, check_plain, join
 
 
@@ -208,7 +209,10 @@ def _look_at(
     if not with_time:
         try:
             with undrawn(), undisturbed(model, device), quiet_fakes():
-                return _record(model, taken, named, units, device, mode, real=False)
+                tables: Made = {}
+                sights = _record(model, taken, named, units, device, mode, tables, real=False)
+            check_left(tables)
+            return sights
         except NeedsDataError as error:
             if on_meta:
                 raise StageUsageError(
@@ -217,12 +221,12 @@ def _look_at(
                 ) from error
     with undrawn(), undisturbed(model, device):
         try:
-            sights = _record(model, taken, named, units, device, mode, real=True)
+            sights = _record(model, taken, named, units, device, mode, {}, real=True)
         except NeedsDataError as error:
             raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
     # Of units that decide by data only this is known: once more, so that sizes that are equal by chance are not mistaken.
     with contextlib.suppress(Exception, NeedsDataError), undrawn(), undisturbed(model, device):
-        others = _record(model, taken, _longer(named), units, device, mode, real=True)
+        others = _record(model, taken, _longer(named), units, device, mode, {}, real=True)
         for sight, other in zip(sights, others, strict=False):
             if sight.recording.names == other.recording.names:
                 for number, example in sight.examples.items():
@@ -263,6 +267,7 @@ def _record(
     units: Mapping[str, nn.Module],
     device: torch.device,
     mode: _Mode,
+    tables: Made,
     *,
     real: bool,
 ) -> list[Sight]:
@@ -282,10 +287,13 @@ def _record(
     with control.shown():
         flags = Flags(copy, control.units)
     sights: list[Sight] = []
+    recorders: list[Recorder] = []
     settings = Settings()
     while len(sights) < 2:
         mine = _copies(named)  # glue may change them in place, and the example is the caller's
-        recorder = Recorder(absence, templates, mine, readable, originals, owned, plain, before, flags, settings)
+        recorder = Recorder(
+            absence, templates, mine, readable, originals, owned, plain, before, flags, settings, tables
+        )
         args, kwargs = taken.call(mine)
         with torch.set_grad_enabled(mode[1]), control.running(recorder), settings.kept():
             state = GlueState(copy)
@@ -295,9 +303,12 @@ def _record(
         changes = state.changes(after, recorder.was_written, recorder.units)
         sights.append(Sight(recorder.finish(result, changes), recorder.examples, recorder.seconds))
         absence.forget()
+        recorders.append(recorder)
         if not changes and not plain.is_changed:
             break
         before = recorder
+    for recorder in recorders:
+        recorder.forget()
     return sights
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from .._compat import is_transformed, takes_forward_derivative
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
+from ._crossing import crossing
 from ._frames import Enclosing, enclosing, source_line
 from ._glue import Glue, check_told
 from ._leaves import Given, contents, shown_by, tensors_in, with_tensors
@@ -63,6 +64,7 @@ class Recorder(Glue):
         before: what saw the forward before this one, if the model remembers that there was one.
         flags: of the model.
         settings: of torch.
+        constants: takes tensors that units make of no others.
 
     Attributes:
         examples: with real units, what each call took and gave.
@@ -81,6 +83,7 @@ class Recorder(Glue):
         before: Recorder | None,
         flags: Flags,
         settings: Settings,
+        constants: Made,
     ) -> None:
         super().__init__()
         self.examples: dict[int, Example] = {}
@@ -95,6 +98,7 @@ class Recorder(Glue):
         self._memory: list[int] = []  # of each value: see memory_of
         self._same: dict[int, int] = {}  # memories that are one in truth: a unit gave a view of what it took
         self._inside: Made = {}
+        self._constants = constants
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no memory is taken for another
         self._writers: dict[int, int] = {}  # by memory: who wrote into it last
         self._mixed: set[int] = set()  # memories of which one tensor was used after another had been written into
@@ -137,9 +141,10 @@ class Recorder(Glue):
             for name, (before, after) in changes.items()
             if isinstance(after, torch.Tensor) and isinstance(before, torch.Tensor) and id(before) in self._seen
         }
+        calls = self._call_regions()
         return Recording(
             tuple(self._names),
-            tuple(self._crossing(results)),
+            tuple(crossing(self._values, results, self._calls, self._memory, self._mixed, self._regions, calls)),
             tuple(self._calls),
             tuple(self._reads),
             results,
@@ -159,6 +164,10 @@ class Recorder(Glue):
             tuple(self._passed),
         )
 
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        vars(self).clear()
+
     @property
     def units(self) -> set[str]:
         """The units that were called."""
@@ -167,32 +176,6 @@ class Recorder(Glue):
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was changed in place."""
         return self._memory_of(tensor) in self._writers
-
-    def _crossing(self, results: Sequence[int]) -> Iterator[Value]:
-        """The values, of which some turned out not to cross.
-
-        One of several tensors in one memory that glue changes is no longer one of them when it was received, so only the first
-        may cross: the others are made of it again. In a checkpoint, which is run again in backward by those who have a unit in
-        it, nothing is received: only what leaves it crosses, to others.
-        """
-        users: dict[int, set[int | None]] = {position: {None} for position in results}
-        for position, value in enumerate(self._values):
-            for parent in value.parents:
-                users.setdefault(parent, set()).add(self._regions[position])
-        regions = self._call_regions()
-        for call in self._calls:
-            for position in call.inputs:
-                users.setdefault(position, set()).add(regions[call.number])
-        seen: set[int] = set()
-        for position, value in enumerate(self._values):
-            memory, region = self._memory[position], self._regions[position]
-            stays = value.stays
-            if memory in self._mixed and memory in seen:
-                stays = stays or "it shares memory with what is changed in place later"
-            if region is not None and region in users.get(position, ()):
-                stays = stays or "what uses it in the same checkpoint is run again in backward"
-            seen.add(memory)
-            yield attrs.evolve(value, stays=stays) if stays else value
 
     def _call_regions(self) -> dict[int, int | None]:
         return dict(zip((call.number for call in self._calls), self._regions_of_calls, strict=True))
@@ -301,7 +284,12 @@ class Recorder(Glue):
         around = enclosing(self._outside)
         self._regions_of_calls.append(self._region(around))
         check_called(name, given)
-        inside = Inside(name, self._inside, functools.partial(self._check_taken, name, module, (args, kwargs), set()))
+        inside = Inside(
+            name,
+            self._inside,
+            self._constants,
+            functools.partial(self._check_taken, name, module, (args, kwargs), set()),
+        )
         if self._templates is None:
             start = time.perf_counter()
             before, content = versions(given), contents((args, kwargs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -27,13 +28,15 @@ class Inside(TorchFunctionMode):
     Args:
         unit: its name.
         made: where they are put, by identity.
+        constants: likewise those that are made of no others, such as a table of positions.
         check: is called with the tensors that each operation takes.
     """
 
-    def __init__(self, unit: str, made: Made, check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def __init__(self, unit: str, made: Made, constants: Made, check: Callable[[Sequence[torch.Tensor]], None]) -> None:
         super().__init__()
         self._unit = unit
         self._made = made
+        self._constants = constants
         self._check = check
 
     def __torch_function__(
@@ -51,9 +54,34 @@ class Inside(TorchFunctionMode):
         if name == "__get__" and not isinstance(out, torch.Tensor):
             return out
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
+        is_constant = all(id(one) in self._constants for one in given)
         for tensor in (*(leaf for leaf in tensors_in(out) if all(leaf is not one for one in given)), *changed):
             self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
+            if is_constant:
+                self._constants[id(tensor)] = self._made[id(tensor)]
+            else:
+                self._constants.pop(id(tensor), None)
         return out
+
+
+def check_left(constants: Made) -> None:
+    """Refuse a table that a unit has left outside of the model: all that look for it there would find one without data.
+
+    Args:
+        constants: see :class:`Inside`; what saw the forward is gone.
+
+    Raises:
+        StageUsageError: there is one.
+    """
+    if any(made() is not None for made, _ in constants.values()):
+        gc.collect()  # the copy of the model may hold it, which is gone with it
+        for made, unit in constants.values():
+            if made() is not None:
+                raise StageUsageError(
+                    f"unit {unit!r} leaves a table that it makes outside of the model, such as in a class or in what"
+                    " functools.lru_cache remembers, where it has no data now: run the model once before it is split, in a new"
+                    " process"
+                )
 
 
 def check_taken(
@@ -84,8 +112,8 @@ def check_taken(
         if id(tensor) not in known:
             raise StageUsageError(
                 f"unit {unit!r} uses {origin_of(tensor)}, which it is not given, but finds elsewhere, such as in an attribute of"
-                f" another module ({source_line('the forward')}): pass it to the unit, or make the module that holds both a unit"
-                " (units=); a table that whoever comes first makes for all is there if the model has run once before it is split"
+                f" another module ({source_line('the forward')}): pass it to the unit, or make what holds both a unit"
+                " (units=); a table that whoever is first makes for all is there if the model has run once before the first split"
             )
 
 
