@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -43,6 +45,35 @@ def memory_users(tensor: torch.Tensor) -> int | None:
         return None
     handle = tensor.untyped_storage()  # is itself a user
     return int(count(handle._cdata)) - 1
+
+
+def end_wait(work: dist.Work) -> None:
+    """End another thread's wait for a receive of gloo: it returns, whether or not the message is there.
+
+    ``RecvWork::abort`` does that, which torch has in C++ only. It is called where the table of functions of the object behind
+    ``work`` is that of this class, and was seen in 2.13. Without it such a wait goes on until its timeout.
+    """
+    found = _receive_of_gloo()
+    if found is None or type(work) is not dist.Work:
+        return
+    table, abort = found
+    inner = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value  # what pybind keeps first
+    if inner and ctypes.c_void_p.from_address(inner).value == table:
+        abort(ctypes.c_void_p(inner))
+
+
+@functools.cache
+def _receive_of_gloo() -> tuple[int, Callable[[ctypes.c_void_p], None]] | None:
+    """The table of virtual functions of gloo's receives, and how one is ended."""
+    name = "N4c10d16ProcessGroupGloo8RecvWork"
+    try:
+        library = ctypes.CDLL(torch._C.__file__)
+        table = ctypes.addressof(ctypes.c_void_p.in_dll(library, f"_ZTV{name}E"))
+        abort = getattr(library, f"_Z{name}5abortEv")
+    except (AttributeError, OSError, ValueError):
+        return None
+    abort.restype = None
+    return table + 2 * ctypes.sizeof(ctypes.c_void_p), abort  # behind an offset and the type
 
 
 def gloo_groups(timeout: timedelta) -> Callable[[dist.Store, int, int], dist.ProcessGroupGloo]:

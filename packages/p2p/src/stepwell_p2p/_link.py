@@ -21,10 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._apart import Waiter
 from ._board import FailureBoard, Note
 from ._channels import Channel
-from ._compat import own_connection, timeout_of
+from ._compat import end_wait, own_connection, timeout_of
 from ._failure import Failure
 from ._groups import ChannelGroup, open_gloo, open_registered, rounds_of
 from ._meeting import agree_on_name
@@ -86,13 +85,12 @@ class Link:
         self.gloo = backend_for(group, device) == "gloo"
         self.groups: dict[str, ChannelGroup] = {}
         self.open: dict[str, Channel] = {}  # those of other ranks too
-        self.waiters: list[Waiter] = []  # those at rest
         self.users = 0
         self.failure: Failure | None = None
         self.pending: dict[Any, None] = {}
         # Small values of the latest receive, let go of when this rank waits for the next. gloo's thread wakes whoever waits while
         # it still uses the receive itself; who lets go of it then must give way until that thread is done, which in the end takes
-        # longer than the message did. For large values memory counts more than that.
+        # longer than the message did. For large values memory counts more than that: there the waiting thread takes a nap.
         self.received: list[Flight] = []
         self.counts: defaultdict[Op, itertools.count[int]] = defaultdict(itertools.count)  # messages posted under an op
         self._name = agree_on_name(group, device, self.timeout, gloo=self.gloo)
@@ -180,6 +178,7 @@ class Link:
                     if not flight.done:
                         with contextlib.suppress(RuntimeError):
                             flight.work.wait(_WAKE)  # runs out, which breaks the pair, which ends the other, long wait
+                        end_wait(flight.work)  # where that does not: gloo forgets a message that it has begun to read
         self.pending.clear()
 
     def probe(self) -> Failure | None:
@@ -225,8 +224,6 @@ class Link:
         for group in self.groups.values():
             group.close()
         self.groups.clear()
-        for waiter in self.waiters:
-            waiter.close()
 
     def _store(self) -> dist.Store:
         """The link's own part of the group's store, over a connection that its user need not share."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import time
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from stepwell_meta import TensorMeta
 
-from .._apart import Waiter
 from .._batch import PendingOp, check_op
 from .._buffers import BufferPool
 from .._channels import ChannelPolicy, channels_for
@@ -31,6 +29,9 @@ from .._placement import Placement, Wire, chain_wires
 from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError
+
+_AT_ONCE = 20e-6  # seconds in which a wait ends whose messages have come already
+_NAP = 1e-6  # seconds; the kernel makes some fifty times as much of it
 
 
 class C10dTransport:
@@ -435,9 +436,7 @@ class _Batch:
                 if link.failure is not None:
                     raise link.failure.error()
                 try:
-                    if link.gloo and flight.tensor.nbytes > SMALL and not flight.op.kind.is_send:
-                        _wait_apart(flight, link)
-                    elif timeout is None:
+                    if timeout is None:
                         flight.work.wait()  # as long as its group says
                     else:
                         flight.work.wait(timeout)
@@ -448,27 +447,12 @@ class _Batch:
                 raise link.failure.error()
             if self.received and link.gloo:
                 link.received = [flight for flight in self.flights if flight.tensor.nbytes <= SMALL]
+                if len(link.received) < len(self.flights) and time.monotonic() - start > _AT_ONCE:
+                    time.sleep(_NAP)  # gloo's thread, which has just woken this one, is done with the rest then
             self.flights = []  # the backend's handles hold the tensors
         finally:
             self.waiting_since = None
             link.pending.pop(self, None)
-
-
-def _wait_apart(flight: Flight, link: Link) -> None:
-    """Wait for a receive that may come in several pieces; smaller ones are read in one go."""
-    try:
-        waiter = link.waiters.pop()
-    except IndexError:
-        waiter = Waiter(f"stepwell-p2p-recv-{link.rank}")
-    try:
-        ended = waiter.wait(functools.partial(flight.work.wait, link.timeout), lambda: link.failure is not None)
-    except Exception:
-        waiter.close()
-        raise
-    if not ended:
-        assert link.failure is not None
-        raise link.failure.error()
-    link.waiters.append(waiter)
 
 
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:
