@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stepwell_p2p import Placement
-from stepwell_stage import PipelineStage, Schedule, split_sequential
+from stepwell_stage import PipelineStage, Schedule, lower, split_sequential
 from stepwell_stage.exceptions import ScheduleError, StageUsageError
 from stepwell_stage.plan._count import whole
 from stepwell_stage.schedules import BY_NAME, forward_only, gpipe, interleaved_1f1b
@@ -47,6 +47,8 @@ def test_other_counts_of_no_whole_number() -> None:
         forward_only(Placement.loop(2, 2), None)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match=r"num_microbatches must be a whole number, got 1.0"):
         Schedule("mine", Placement.loop(1, 1), 1.0, gpipe(1, 1).actions)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"prefetch must be a whole number, got 1.5"):
+        lower(gpipe(2, 4), prefetch=1.5)  # type: ignore[arg-type]
     with pytest.raises(StageUsageError, match="stage_index must be a whole number, got '0', a str"):
         PipelineStage(nn.Linear(2, 2), "0", 2, "cpu")  # type: ignore[arg-type]
     with pytest.raises(StageUsageError, match=r"num_stages must be a whole number, got 2.0, a float"):

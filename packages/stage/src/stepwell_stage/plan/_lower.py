@@ -27,6 +27,7 @@ from stepwell_p2p._placement import Placement
 
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
+from ._count import whole
 from ._messages import Messages, Port
 from ._pause import collector_paused
 from ._schedule import Schedule
@@ -131,6 +132,7 @@ def lower(
             raise ScheduleError(
                 f"stage {stage} was said to be data parallel, but there are stages 0 to {num_stages - 1}"
             )
+    prefetch = whole(prefetch, "prefetch")
     if prefetch < 0:
         raise ScheduleError(f"prefetch must be at least 0, got {prefetch}")
     rows: Iterable[list[Action]] = _Lowering(schedule, chosen, prefetch).rows()

@@ -309,7 +309,7 @@ class Executor:
                 data.targets = self._cutter.targets(batch, cut.sizes)
             alike = self.stages[0].alike if self.transport.size > 1 else None
             given = None if alike is None else alike.look(batch)
-        except Exception as error:  # also of the batch's own containers
+        except BaseException as error:  # also of the batch's own containers, and an interrupt
             run.refuse(str(error) if isinstance(error, StageUsageError) else f"{type(error).__name__}: {error}")
             raise
         sizes = run.prepare(cut, given).sizes
@@ -319,7 +319,7 @@ class Executor:
                 data.targets = self._cutter.targets(batch, sizes)
             if self.is_last:
                 data.weights = weights_of(self._loss_weights, sizes, data.targets)
-        except Exception as error:
+        except BaseException as error:
             run.fail(f"{type(error).__name__}: {error}")
             raise
         self.loss, self.named_losses = None, {}
@@ -340,7 +340,7 @@ class Executor:
         if self.is_last and return_outputs:
             try:
                 return merge([data.outputs[microbatch] for microbatch in sorted(data.outputs)], self._output_spec)
-            except Exception as error:  # the other ranks would begin a next step
+            except BaseException as error:  # the other ranks would begin a next step
                 run.fail(f"{type(error).__name__}: {error}")
                 raise
         return None

@@ -28,7 +28,7 @@ from stepwell_meta import (
     to_local_if_dtensor,
 )
 from stepwell_meta.exceptions import PipeliningMetadataError
-from stepwell_p2p import Edge, Handle, Op, OpKind, Packing, Transport, Wire, send_values
+from stepwell_p2p import Edge, Handle, Op, OpKind, Packing, Send, Transport, Wire, send_values
 
 from ._classes import with_classes
 from ._inbox import Coming, Expected, Inbox, Learn
@@ -126,7 +126,9 @@ class _End(abc.ABC):
         return self._known.get(microbatch) or self._find(microbatch)
 
     def recv(self, microbatch: int) -> None:
-        """Post the receive of what the other end sends."""
+        """Post the receive of what the other end sends, unless that was done before the step was known to be like the last."""
+        if microbatch in self._coming:
+            return
         inbox = self._inbox
         assert inbox is not None
         ready = self._ready.get(microbatch)
@@ -211,6 +213,10 @@ class InLink(_End):
         if crossing.has_dtensors:
             tensors = [self._whole(t, meta) for t, meta in zip(tensors, crossing.metas, strict=True)]
         self._values[microbatch] = tensors
+
+    def drop(self, microbatch: int) -> None:
+        """Wait for what :meth:`OutLink.send_nothing` sends."""
+        self._coming.pop(microbatch).wait()
 
     def put(self, microbatch: int, values: Sequence[torch.Tensor]) -> None:
         """Take the values from the other end, on the same rank."""
@@ -350,6 +356,13 @@ class OutLink(_End):
         elif locals_:
             ops = self._send_ops(microbatch, len(locals_))
             self._sent[microbatch] = self._transport.post(self.crossing(microbatch).values_packing.sends(ops, locals_))
+
+    def send_nothing(self, microbatch: int) -> Handle | None:
+        """Post the send of what the other end has begun to receive, for a step that is not like the last; it drops it."""
+        crossing = self.crossing(microbatch)
+        ops, messages = self._send_ops(microbatch, len(crossing.metas)), crossing.values_packing.messages
+        batch = [Send(ops[index], meta.empty(self._device).zero_(), owned=True) for index, meta in messages]
+        return self._transport.post(batch) if batch else None
 
     def arrive(self, microbatch: int) -> None:
         """Wait for the gradients."""

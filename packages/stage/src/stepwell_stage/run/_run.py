@@ -28,6 +28,7 @@ from ._bind import Around, Handlers, bind
 from ._inbox import Inbox
 from ._link import InLink, LinkPlace, OutLink
 from ._looks import LinkLooks
+from ._opening import Opening
 from ._stage import PipelineStage
 from ._stage_run import Known, StageRun, StepData
 
@@ -101,6 +102,10 @@ class Run:
         self._failed: str | None = None
         self._known: Known | None = None
         self._first: dict[tuple[int, tuple[int, ...], bool], frozenset[int]] = {}
+        self._opening: Opening | None = None
+        if transport.rules.tagged and stages[0].shapes != "dynamic":
+            self._opening = Opening(plan.schedule, self._in_links, self._out_links)
+        self._number: int | None = None  # of how the batch of the last step was cut
 
     def refuse(self, reason: str) -> None:
         """This rank cannot begin the step that the others begin: tell them."""
@@ -110,6 +115,7 @@ class Run:
             try:
                 self._announcer.give(Word.REFUSED, 0)
                 self._announcer.explain(reason)
+                self._other_step()
             except PeerFailure as error:  # another was quicker; this rank has its own reason to tell its caller
                 self._failed = str(error)
         else:
@@ -140,6 +146,8 @@ class Run:
                 " make a new transport and a new executor"
             )
         with self._telling():
+            if self._opening is not None and self._number is not None:
+                self._opening.begin()
             learned = self._knowledge(cut, given)
         count = len(learned.cut.sizes)
         if count not in self._bound:
@@ -182,11 +190,14 @@ class Run:
             self._fail(f"{type(error).__name__} on rank {self._transport.rank}", self._now.actions[position])
             raise
         finally:
-            for stage_run in self._runs.values():
-                stage_run.clear()
-            for inbox in self._inboxes.values():
-                inbox.clear()
+            self._clear()
         return Trace(self._transport.rank, self._now.actions, times)
+
+    def _clear(self) -> None:
+        for stage_run in self._runs.values():
+            stage_run.clear()
+        for inbox in self._inboxes.values():
+            inbox.clear()
 
     def output_bytes(self) -> dict[int, int]:
         """Of each stage whose outputs go on, the bytes of one microbatch's, as far as they are known: the most of any."""
@@ -214,11 +225,17 @@ class Run:
         """Around what is exchanged outside a step's actions: where it fails, no other rank waits for this one."""
         try:
             yield
-        except PeerFailure as error:
-            self._failed = str(error)
-            raise
-        except TransportError as error:
-            self.fail(str(error))
+        except BaseException as error:
+            if isinstance(error, PeerFailure):
+                self._failed = str(error)
+            elif isinstance(error, TransportError):
+                self.fail(str(error))
+            elif not isinstance(
+                error, Exception
+            ):  # an interrupt; of other errors every rank hears by what is exchanged
+                self.fail(f"{type(error).__name__} on rank {self._transport.rank}")
+            if self._failed is not None:
+                self._clear()
             raise
 
     def _knowledge(self, cut: Cut | None, given: GivenBatch | None) -> _Learned:
@@ -232,9 +249,16 @@ class Run:
             word = Word.NEW if is_new else Word.KNOWN
             self._announcer.give(word, number, *(() if given is None else (given.numbers(wait=is_new),)))
         else:
-            is_new, number, numbers = self._announcer.take(self.fail)
+            try:
+                is_new, number, numbers = self._announcer.take(self.fail)
+            except StageUsageError:
+                if self._failed is None:  # the step is refused, which ends nothing
+                    self._other_step()
+                raise
             if given is not None:
                 problem = self._other(given.other(numbers, wait=is_new))
+        if is_new or number != self._number:
+            self._other_step()
         if is_new:
             self._learned.pop(number, None)
             self._learned[number] = self._agree(cut, problem)
@@ -243,8 +267,13 @@ class Run:
             raise StageUsageError(problem)
         if given is not None:
             given.begin()
-        learned = self._learned[number]
+        learned, self._number = self._learned[number], number
         return self._fresh(learned.cut) if self._stages[0].shapes == "dynamic" else learned
+
+    def _other_step(self) -> None:
+        """The step is not like the last: nothing of what was begun for such a one goes on."""
+        if self._opening is not None and self._number is not None:
+            self._opening.end()
 
     def _other(self, what: str | None) -> str | None:
         """Why a step is refused for which this rank was given something else than the first stage's."""
