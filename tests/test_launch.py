@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import socket
@@ -120,6 +121,24 @@ def test_a_device_that_is_not_there_is_refused(device: str, words: str) -> None:
     """The number of ranks was divided by the number of such devices: ZeroDivisionError."""
     with pytest.raises(DeviceTypeError, match=words):
         stepwell.launch(lambda world: None, ranks=2, device=device)
+
+
+def run_as_torchrun_would(script: str) -> None:
+    """In one of four processes, with the variables that torchrun sets."""
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"RANK": dist.get_rank(), "WORLD_SIZE": 4, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+        for name, value in names.items():
+            patch.setenv(name, str(value))
+        runpy.run_path(script)
+
+
+def test_the_readme_runs_under_torchrun_too(workers: WorkerPool, tmp_path: Path) -> None:
+    """It says that it does, but its last lines looked for the gradients of all stages in every process."""
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "readme.py"
+    script.write_text(code)
+    workers.run(run_as_torchrun_would, 4, str(script), deadline=60.0)
 
 
 def test_under_torchrun_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
