@@ -295,6 +295,7 @@ class RareBuffers(nn.Module):
         kinds = (torch.int16, torch.uint16, torch.complex64, torch.bool, torch.float8_e4m3fn)
         for kind in kinds:
             self.register_buffer(str(kind).removeprefix("torch."), torch.tensor([1.0, rank]).to(kind))
+        self.register_buffer("expanded", torch.full((1, 3), float(rank)).expand(2, 3))
         self.register_buffer("strided", torch.full((2, 3), rank, dtype=torch.int16).t())
         self.register_buffer("single", torch.tensor(rank, dtype=torch.int16))
 
@@ -304,13 +305,14 @@ class RareBuffers(nn.Module):
 
 def start_with_rare_buffers() -> list[list[float]]:
     model = RareBuffers()
-    GraphCompiler(model, support.mse_loss).compile(**support.pair((4, 3)))
+    compiler = GraphCompiler(model, support.mse_loss).compile(**support.pair((4, 3)))
+    verify(compiler, support.pair((4, 3)))
     return [buffer.to(torch.complex64).real.flatten().tolist() for buffer in model.buffers()]
 
 
 def test_buffers_of_any_dtype_start_as_those_of_the_first_rank(workers: WorkerPool) -> None:
-    """Gloo does not know the dtypes of some: the model could not be compiled ("Invalid scalar type")."""
-    expected = [[1.0, 0.0]] * 5 + [[0.0] * 6, [0.0]]
+    """Gloo does not know the dtypes of some, and expanded ones cannot be written to: such models could not be compiled."""
+    expected = [[1.0, 0.0]] * 5 + [[0.0] * 6, [0.0] * 6, [0.0]]
     assert workers.run(start_with_rare_buffers, 2, deadline=60) == [expected, expected]
 
 

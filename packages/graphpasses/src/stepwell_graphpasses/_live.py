@@ -303,6 +303,9 @@ class LiveModel:
             source = dist.get_process_group_ranks(group)[0]
             for tensor in everything:
                 local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+                for dim, stride in enumerate(local.stride()):
+                    if stride == 0 and local.shape[dim]:  # expanded: one element, seen several times
+                        local = local.narrow(dim, 0, 1)
                 if local.numel():
                     dense = local.resolve_conj().contiguous()
                     # As bytes: a backend may not know the dtype, and values are only copied.
