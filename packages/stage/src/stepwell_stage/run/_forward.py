@@ -128,8 +128,8 @@ def parse(function: Callable[..., Any]) -> tuple[ast.FunctionDef, str, int]:
             (tree,) = ast.parse(textwrap.dedent("".join(lines))).body
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise StageUsageError(
-            f"the source of {function.__qualname__} cannot be read ({error}); cut the model before it is compiled or wrapped, or"
-            " write the stages yourself, as modules for PipelineStage"
+            f"the source of {function.__qualname__} cannot be read ({error}); cut the model before it is compiled or wrapped,"
+            " cut it with split(), which needs no source, or write the stages yourself, as modules for PipelineStage"
         ) from error
     if not isinstance(tree, ast.FunctionDef):
         raise StageUsageError(f"{function.__qualname__} is not written as a function; write the stages yourself")
