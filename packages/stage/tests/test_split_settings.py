@@ -10,6 +10,7 @@ import pytest
 import torch
 from split_support import Block, check, draw, make, on_rank, plain, refused
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport
@@ -66,6 +67,37 @@ class Within(nn.Module):
         return x
 
 
+class Drops(Block):
+    """A checkpoint around a dropout, or a dropout around a checkpoint."""
+
+    def __init__(self, p: float, *, within: bool) -> None:
+        super().__init__()
+        self.p, self.within = p, within
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inside if self.within else super().forward, x, use_reentrant=False)
+        return y if self.within else nn.functional.dropout(y, self.p, self.training)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), self.p, self.training)
+
+
+class Row(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class Around(Row):
+    """The same between units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = checkpoint(lambda y, block=block: block(nn.functional.dropout(y, 0.5)), x, use_reentrant=False)
+        return x
+
+
 class Leaves(Within):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -78,10 +110,10 @@ def inputs(seed: int) -> dict[str, Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dtype": (lambda: Sets("dtype"), "the default dtype"),
-    "products": (lambda: Sets("products"), "the precision of matrix products"),
-    "algorithms": (lambda: Sets("algorithms"), "whether algorithms are deterministic"),
-    "within": (Within, "the default dtype"),
+    "dtype": (lambda: Sets("dtype"), "sets the default dtype"),
+    "products": (lambda: Sets("products"), "sets the precision of matrix products"),
+    "algorithms": (lambda: Sets("algorithms"), "sets whether algorithms are deterministic"),
+    "within": (Within, "sets the default dtype"),
 }
 
 
@@ -90,8 +122,29 @@ def test_ranks_that_are_threads(threads: Callable[..., Any], name: str) -> None:
     """One rank computed with the default dtype that another's forward had set: 1/3 was of the other dtype."""
     kind, what = MODELS[name]
     steps = [[inputs(1), inputs(2), inputs(3), inputs(4)]]
-    refused(threads, f"sets {what}, which torch keeps for the whole process.*torchrun", make(kind), [inputs(0)], steps)
+    refused(threads, f"{what}, which torch keeps for the whole process.*torchrun", make(kind), [inputs(0)], steps)
     check(threads, make(kind), [inputs(0)], steps, ranks=1, stages=1)
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda: Row(*(Drops(0.5, within=True) for _ in range(3))), lambda: Around(*map(Block, [8] * 3))]
+)
+def test_dropout_in_a_checkpoint(threads: Callable[..., Any], kind: Callable[[], nn.Module]) -> None:
+    """A checkpoint sets the generator back to draw the same again, but ranks that are threads have one generator: gradients were
+    of other masks than the loss.
+    """
+    steps = [[inputs(1), inputs(2), inputs(3), inputs(4)]]
+    refused(threads, "draws random numbers within a checkpoint.*torchrun", make(kind), [inputs(0)], steps)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_other_dropouts_and_checkpoints(threads: Callable[..., Any], within: bool) -> None:
+    """Those that draw nothing, and those that are not drawn again."""
+    model = make(lambda: Row(*(Drops(0.0, within=within) for _ in range(3))))
+    check(threads, model, [inputs(0)], [[inputs(1), inputs(2), inputs(3), inputs(4)]])
+    outside = split(make(lambda: Row(*(Drops(0.5, within=False) for _ in range(3)))), 2, example=inputs(0))
+    placement = schedules.one_f_one_b(2, 2).placement
+    assert not any(stage.needs_process for rank in (0, 1) for stage in outside.stages(placement, rank, "cpu"))
 
 
 def on_gloo(name: str, ranks: int) -> dict[str, float]:
@@ -117,6 +170,6 @@ def test_ranks_that_are_processes(workers: WorkerPool) -> None:
 
 
 def test_what_is_not_set_back() -> None:
-    with pytest.raises(StageUsageError, match="leaves the default dtype changed"):
+    with pytest.raises(StageUsageError, match="sets the default dtype and does not set it back"):
         split(make(Leaves), 2, example=inputs(0))
     assert torch.get_default_dtype() == torch.float32

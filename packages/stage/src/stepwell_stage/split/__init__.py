@@ -46,7 +46,8 @@ that units change are poisoned while an example is looked at (`_poison`), so tha
 it again. A value with random numbers in it, or a hook on its gradient, is made on one stage alone. What a checkpoint encloses is
 on one stage, for it runs again in backward (`_frames`). Counters of glue run on every stage, to the forward's end (`_state`);
 what a forward sets and takes back, such as a flag, is put back where a stage stops in between; what of it torch keeps for the
-whole process (`_settings`), ranks that are threads would share, and they are refused.
+whole process (`_settings`), as it keeps the random numbers that a checkpoint draws again, ranks that are threads would share, and
+they are refused.
 
 **Across ranks.** In a pipeline's first step all must have planned the same (`_fingerprint`); in each step all that are given a
 batch must be given the same (`_alike`). Objects that units of several stages fill, such as a cache, no stage gives (`_withheld`).

@@ -98,8 +98,8 @@ class Look:
             ""
             if not found
             else (
-                f"the forward of {type(self.model).__name__} sets {' and '.join(found)}, which torch keeps for the whole process,"
-                " so ranks that are threads would compute with one another's"
+                f"the forward of {type(self.model).__name__} {' and '.join(found)}, which torch keeps for the whole process, so"
+                " ranks that are threads would compute with one another's"
             )
         )
 

@@ -23,7 +23,7 @@ from ._leaves import Given, contents, shown_by, tensors_in, with_tensors
 from ._needs import needing
 from ._poison import UnitState
 from ._questions import FOLLOWED
-from ._settings import Settings
+from ._settings import Settings, may_draw
 from ._state import DRAWN, Flags
 from ._templates import Effects, Example, Known, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value, unit_between
@@ -218,6 +218,8 @@ class Recorder(Glue):
             if self._templates is not None and any(map(is_transformed, given)):  # where torch may need data
                 raise NeedsDataError(source_line(name)) from error
             raise
+        if draws.any and may_draw(name, args, kwargs):
+            self._drawn()
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
         changed += (one for one in self._absence.overwrote if all(one is not other for other in changed))
         self._check_owned(name, changed)
@@ -289,6 +291,7 @@ class Recorder(Glue):
             self._inside,
             self._constants,
             functools.partial(self._check_taken, name, module, (args, kwargs), set()),
+            self._drawn,
         )
         if self._templates is None:
             start = time.perf_counter()
@@ -383,6 +386,11 @@ class Recorder(Glue):
         self._derives = self._derives or takes_forward_derivative()
         self._settings.look()
         check_taken(unit, module, given, known, taken, functools.partial(self._origin_of, unit))
+
+    def _drawn(self) -> None:
+        """Random numbers are drawn."""
+        if enclosing(self._outside).checkpoint is not None:
+            self._settings.drawn()
 
     def _maker_of(self, tensor: torch.Tensor) -> str | None:
         """The unit that made or changed a tensor."""

@@ -1,4 +1,4 @@
-"""What torch keeps for the whole process, and a forward may set for a part of itself.
+"""What torch keeps for the whole process, and a forward may set for a part of itself, or a checkpoint for when it runs again.
 
 Ranks that are threads would compute with one another's. (Grad mode and autocast are a thread's own; attention kernels are the
 process's, but all compute the same.)
@@ -7,7 +7,8 @@ process's, but all compute the same.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +34,29 @@ def _set_products(kept: str | tuple[str, ...]) -> None:
 
 
 _KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "whether algorithms are deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "the precision of matrix products": (_products, _set_products),
+    "sets the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "sets whether algorithms are deterministic": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "sets the precision of matrix products": (_products, _set_products),
 }
 
 
+_DRAW = re.compile(
+    "drop|rand|bernoulli|normal|uniform|multinomial|exponential|poisson|rrelu|geometric|cauchy|lstm|gru|rnn"
+)
+
+
+def may_draw(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch may draw random numbers that matter, by its name and what it is given."""
+    if "drop" in name and kwargs.get("p", args[1] if len(args) > 1 else None) == 0:
+        return False
+    return _DRAW.search(name) is not None or bool(kwargs.get("dropout_p"))
+
+
 class Settings:
-    """As they are now. Mutable: it notes which of them are seen to be others."""
+    """As they are now. Mutable: it notes what is seen that the whole process has in common."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -54,6 +70,10 @@ class Settings:
         """Note which are others now."""
         self.seen |= self.changed()
 
+    def drawn(self) -> None:
+        """Note that random numbers are drawn within a checkpoint, which sets the generator back to draw them again."""
+        self.seen.add("draws random numbers within a checkpoint, for which it sets back the state")
+
     def check_left(self) -> None:
         """Refuse a forward that does not take back what it set.
 
@@ -62,8 +82,8 @@ class Settings:
         """
         for name in self.changed():
             raise StageUsageError(
-                f"the forward leaves {name} changed, which torch keeps for the whole process: set it back, or set it before the"
-                " step"
+                f"the forward {name} and does not set it back, which torch keeps for the whole process: do so, or set it before"
+                " the step"
             )
 
     @contextlib.contextmanager

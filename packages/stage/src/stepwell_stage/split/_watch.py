@@ -17,6 +17,7 @@ from ..exceptions import StageUsageError
 from ._absent import versions, written
 from ._frames import source_line
 from ._leaves import shown_by, tensors_in
+from ._settings import may_draw
 
 Made: TypeAlias = "dict[int, tuple[weakref.ref[torch.Tensor], str]]"
 """Tensors, by identity, and the unit that made or changed each."""
@@ -30,14 +31,23 @@ class Inside(TorchFunctionMode):
         made: where they are put, by identity.
         constants: likewise those that are made of no others, such as a table of positions.
         check: is called with the tensors that each operation takes.
+        drawn: is called where one draws random numbers.
     """
 
-    def __init__(self, unit: str, made: Made, constants: Made, check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def __init__(
+        self,
+        unit: str,
+        made: Made,
+        constants: Made,
+        check: Callable[[Sequence[torch.Tensor]], None],
+        drawn: Callable[[], None],
+    ) -> None:
         super().__init__()
         self._unit = unit
         self._made = made
         self._constants = constants
         self._check = check
+        self._drawn = drawn
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,7 +60,13 @@ class Inside(TorchFunctionMode):
         given = [*tensors_in(args), *tensors_in(kwargs)]
         self._check(given)
         before = versions(given)
-        out = func(*args, **kwargs)
+        if may_draw(name, args, kwargs):
+            with Draws() as draws:
+                out = func(*args, **kwargs)
+            if draws.any:
+                self._drawn()
+        else:
+            out = func(*args, **kwargs)
         if name == "__get__" and not isinstance(out, torch.Tensor):
             return out
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
