@@ -124,6 +124,33 @@ def test_s22_s37_a_checkpointed_region_keeps_its_masks_and_writes_its_buffers_on
     assert int(model.norm.num_batches_tracked) == int(reference.norm.num_batches_tracked) == 2
 
 
+class WritesBehindItsRegion(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.out = kind, nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.kind == "also within":
+            h = h.relu()
+            h.mul_(2)
+            return h.sigmoid()
+        if self.kind == "mask":
+            h = F.dropout(h, 0.3)
+        return torch.relu(h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.region, x, use_reentrant=False)
+        (y[:2] if self.kind == "view" else y).add_(1)
+        return self.out(y.sin())
+
+
+@pytest.mark.parametrize("kind", ["whole", "view", "mask", "also within"])
+def test_s22_what_is_written_behind_a_checkpointed_region_is_computed_again(kind: str) -> None:
+    """Backward read what the write had left, where eager computes the region's result again: gradients were wrong."""
+    check(lambda: WritesBehindItsRegion(kind), support.mse_loss, support.pair((4, 3), rank=0))
+
+
 def test_s37_a_draw_that_cannot_be_told_from_another_is_refused() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

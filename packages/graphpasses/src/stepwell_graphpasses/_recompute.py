@@ -7,12 +7,14 @@ be written twice. So what a region computed again is folded onto what it compute
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ._graph import is_mutation, is_random, mutated_arguments, phase_of
+from ._memory import memory_roots
 from .exceptions import CaptureError
 
 
@@ -32,15 +34,17 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
     keys: dict[fx.Node, Any] = {}
     numbers: dict[Any, int] = {}
     originals: dict[int, list[fx.Node]] = {}
-    for node in list(graph.nodes):
-        if node.op == "output":
-            continue
-        key = _key(module, node, keys)
-        number = keys[node] = numbers.setdefault(key, len(numbers))
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    for node in nodes:
+        keys[node] = numbers.setdefault(_key(module, node, keys), len(numbers))
         if phase_of(node) == "forward":
-            originals.setdefault(number, []).append(node)
+            originals.setdefault(keys[node], []).append(node)
+    roots = memory_roots(graph)
+    spoiled = _spoiled(nodes, keys, roots)
+    for node in nodes:
+        found = originals.get(keys[node], [])
+        if phase_of(node) == "forward":
             continue
-        found = originals.get(number, [])
         if is_random(node) and len(found) != 1 and (found or recomputed):
             raise CaptureError(
                 f"the random operator {node.target} in {node.meta['fqn'] or 'the train step'} runs again in backward"
@@ -49,11 +53,32 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
             )
         if not found:
             continue
+        if spoiled.intersection(roots[found[0]]):  # what forward computed is no longer there: it is computed again
+            if is_random(node):
+                raise CaptureError(
+                    f"what {node.target} in {node.meta['fqn'] or 'the train step'} draws in a checkpointed region is written to"
+                    " behind that region, and backward needs it as it was; write to a clone() of it"
+                )
+            continue
         if node.op == "call_function":
             found[0].meta["recompute"] = True
         node.replace_all_uses_with(found[0])
-        keys[found[0]] = number
         graph.erase_node(node)
+
+
+def _spoiled(
+    nodes: Sequence[fx.Node], keys: Mapping[fx.Node, int], roots: Mapping[fx.Node, tuple[fx.Node, ...]]
+) -> set[fx.Node]:
+    """Values of forward that forward writes to where backward does not repeat the write: behind the region that made them."""
+    repeated = {keys[node] for node in nodes if phase_of(node) == "backward"}
+    return {
+        root
+        for node in nodes
+        if phase_of(node) == "forward" and keys[node] not in repeated
+        for target in mutated_arguments(node)
+        for root in roots[target]
+        if root.op == "call_function"
+    }
 
 
 def _repeats_effects(node: fx.Node) -> bool:
