@@ -233,3 +233,25 @@ class Slope(nn.Module):
 def test_a_derivative_that_remembers_what_a_unit_makes(threads: Threads) -> None:
     """On a stage that has neither, a tensor within the transform met an absent one: an error of torch's in the first step."""
     check(threads, make(Slope), STEPS[0][:1], STEPS, ranks=3)
+
+
+class Borrows(nn.Module):
+    """Computes with the weights of its layers, and calls none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            x = nn.functional.linear(x, layer.weight, layer.bias)
+        return x
+
+
+def test_layers_that_are_not_called() -> None:
+    """It was said that they are reached through a closure."""
+    with pytest.raises(
+        StageUsageError, match="a unit is a module that is called, not one whose weights alone are used"
+    ):
+        split(make(Borrows), 2, example=numbers(0))

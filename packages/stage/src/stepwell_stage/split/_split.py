@@ -330,8 +330,8 @@ def _cut(
     called = look.ways.units()
     if not called:
         raise StageUsageError(
-            f"the example calls no unit of {type(model).__name__}: a unit is reached through self, not through a"
-            " closure; name modules that are with units="
+            f"the example calls no unit of {type(model).__name__}: a unit is a module that is called, not one whose weights alone"
+            " are used, and reached through self, not through a closure; name modules that are with units="
         )
     if len(called) < count:
         raise StageUsageError(
