@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -30,6 +31,7 @@ from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError
 
+_SHORTEST = 0.001  # seconds; what rounds to no milliseconds is no limit at all to torch
 _AT_ONCE = 20e-6  # seconds in which a wait ends whose messages have come already
 _NAP = 1e-6  # seconds; the kernel makes some fifty times as much of it
 
@@ -64,6 +66,7 @@ class C10dTransport:
             uses the value any more.
 
     Raises:
+        P2PUsageError: an argument is wrong.
         TransportError: another rank did not come within the timeout.
     """
 
@@ -80,6 +83,12 @@ class C10dTransport:
         stall_after: float = 30.0,
     ) -> None:
         self.policy = ChannelPolicy.of(channels)
+        if timeout is not None and not _SHORTEST <= timeout <= threading.TIMEOUT_MAX:
+            raise P2PUsageError(
+                f"a wait may take {_SHORTEST} s or more, got timeout={timeout}; None stands for the group's own timeout"
+            )
+        if placement is None and wires is not None:
+            raise P2PUsageError("wires join the stages of a placement: pass that too, or call open with both")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.rank = group.rank() if group is not None else 0
@@ -112,9 +121,12 @@ class C10dTransport:
         that are open.
 
         Raises:
-            P2PUsageError: the placement needs more ranks than the group has, or one channel would have other ranks than before.
+            P2PUsageError: the placement needs more ranks than the group has, one channel would have other ranks than before, or
+                the transport is closed.
             PeerFailure: a rank of the group did not come within the timeout, or has ended.
         """
+        if self._closed:
+            raise P2PUsageError(f"rank {self.rank} opens channels on a transport that it has closed: make a new one")
         if placement.num_ranks > self.size:
             raise P2PUsageError(f"the placement needs {placement.num_ranks} ranks, the group has {self.size}")
         link = self._link
