@@ -18,10 +18,12 @@ SELF = Edge(0, 0)
         (torch.eye(3).to_sparse(), "only dense tensors"),
         (torch.empty(3, device="meta"), "has no values to send"),
         (torch.zeros(3, dtype=torch.uint8).view(torch.int4), "torch copies no values of torch.int4: send their bytes"),
+        (3.0, "only tensors can be sent, got float"),
     ],
 )
 def test_tensors_without_plain_memory_are_refused_where_they_are_sent(tensor: torch.Tensor, words: str) -> None:
-    """A sparse one and numbers of half a byte failed in words of torch's own, and one on the meta device at the receiver."""
+    """A sparse one and numbers of half a byte failed in words of torch's own, one on the meta device at the receiver, and
+    what is no tensor for want of an attribute."""
     transport = LoopbackFabric(1).transport(0)
     with pytest.raises(P2PUsageError, match=words):
         transport.post([Send(Op(OpKind.SEND_F, SELF, 0, 0, 0), tensor)])

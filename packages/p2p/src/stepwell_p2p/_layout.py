@@ -95,6 +95,10 @@ def check_buffer(buffer: torch.Tensor, meta: TensorMeta) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise P2PUsageError(
+            f"only tensors can be sent, got {type(tensor).__name__}: send_values carries bytes, torch.tensor takes a number"
+        )
     if isinstance(tensor, DTensor):
         raise P2PUsageError("a DTensor cannot be sent as it is: send its local shard, tensor.to_local()")
     if isinstance(tensor, torch.nn.Parameter):
