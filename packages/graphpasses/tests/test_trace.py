@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepwell_graphpasses import JointGraph, trace
 from stepwell_graphpasses.exceptions import CaptureError, GuardError
+from stepwell_graphpasses.testing import fake_world
 
 
 def run(joint: JointGraph, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -122,6 +123,27 @@ def test_s22_s37_a_checkpointed_region_keeps_its_masks_and_writes_its_buffers_on
     expected = support.local_gradients(reference, support.mse_loss, inputs)
     assert support.difference(dict(zip(joint.gradients, outputs[1:], strict=True)), expected) == 0.0
     assert int(model.norm.num_batches_tracked) == int(reference.norm.num_batches_tracked) == 2
+
+
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("weight", torch.zeros(3, 4))
+        self.register_buffer("bias", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_([self.weight, self.bias], 0.9)
+            torch._foreach_add_([self.weight, self.bias], list(self.linear.parameters()), alpha=0.1)
+        return self.linear(x) + x @ self.weight.t()
+
+
+def test_s22_an_operator_that_only_writes_writes_as_in_eager() -> None:
+    """It has no result, and passes refused the graph: "_foreach_mul_ has no val"."""
+    check(Averaged, support.mse_loss, support.pair((4, 3), rank=0))
+    with fake_world(2):
+        support.compiler(make=Averaged).compile(**support.pair((4, 3), rank=0))
 
 
 class WritesBehindItsRegion(nn.Module):

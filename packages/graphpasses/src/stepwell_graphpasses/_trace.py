@@ -449,6 +449,8 @@ def _name_placeholders(
         node.meta["input"] = name
     for node in graph.nodes:
         node.meta.pop("tensor_meta", None)
+        if node.op == "call_function":
+            node.meta.setdefault("val", None)  # of operators that only write, such as torch._foreach_add_
 
 
 def _own_placeholders(
