@@ -121,6 +121,8 @@ def test_arguments_that_do_not_fit() -> None:
     model = Row()
     cases: list[tuple[dict[str, Any], str]] = [
         ({"stages": 0}, "at least 1 stage, got 0"),
+        ({"stages": 2.0}, "stages must be a whole number, got 2.0, a float"),
+        ({"stages": {"layers.1": "1"}}, r"the stage of 'layers\.1' must be a whole number, got '1', a str"),
         ({"stages": {"layers.9": 1}}, r"no unit is called 'layers\.9'; there are layers\.0"),
         ({"stages": {"layers.1": -1}}, "stages are numbered from 0"),
         ({"stages": {"layers.3": 2}}, "no unit is left for stage 1"),

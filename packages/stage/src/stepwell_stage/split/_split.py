@@ -17,6 +17,7 @@ from stepwell_p2p import Placement, Transport, Wire
 
 from ..exceptions import StageUsageError
 from ..plan._balance import balance
+from ..plan._count import whole
 from ..run._materialise import materialise
 from ..run._stage import PipelineStage
 from ._absent import Absence
@@ -295,11 +296,14 @@ def split(
     if inputs not in ("every", "first"):
         raise StageUsageError(f"inputs must be 'every' or 'first', got {inputs!r}")
     kinds = Kinds(taken, named, everywhere=inputs == "every")
-    given = stages if isinstance(stages, Mapping) else None
-    count = max(stages.values()) + 1 if isinstance(stages, Mapping) else stages
-    below = next((name for name, stage in (given or {}).items() if stage < 0), None)
-    if given is not None and below is not None:
-        raise StageUsageError(f"{below!r} is to be on stage {given[below]}: stages are numbered from 0")
+    if isinstance(stages, Mapping):
+        stages = {name: whole(stage, f"the stage of {name!r}", StageUsageError) for name, stage in stages.items()}
+        below = next((name for name, stage in stages.items() if stage < 0), None)
+        if below is not None:
+            raise StageUsageError(f"{below!r} is to be on stage {stages[below]}: stages are numbered from 0")
+        count = max(stages.values(), default=0) + 1
+    else:
+        count = stages = whole(stages, "stages", StageUsageError)
     if count < 1:
         raise StageUsageError(f"a model is cut into at least 1 stage, got {count}")
     check_registered(model)
