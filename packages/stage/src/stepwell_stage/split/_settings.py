@@ -44,15 +44,20 @@ _KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 _DRAW = re.compile(
-    "drop|rand|bernoulli|normal|uniform|multinomial|exponential|poisson|rrelu|geometric|cauchy|lstm|gru|rnn"
+    "drop|rand|bernoulli|normal|uniform|nomial|exponential|poisson|rrelu|geometric|cauchy|lstm|gru|rnn"
+    "|gamma|dirichlet|gumbel|fractional|lowrank|lobpcg"
 )
+_DROPOUT_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # its place among the arguments
 
 
 def may_draw(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of torch may draw random numbers that matter, by its name and what it is given."""
+    if name in _DROPOUT_P:
+        dropout_p = dict(enumerate(args)).get(_DROPOUT_P[name], kwargs.get("dropout_p"))
+        return bool(dropout_p) and bool(kwargs.get("training", True))
     if "drop" in name and kwargs.get("p", args[1] if len(args) > 1 else None) == 0:
         return False
-    return _DRAW.search(name) is not None or bool(kwargs.get("dropout_p"))
+    return _DRAW.search(name) is not None
 
 
 class Settings:
