@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from fractions import Fraction
 from itertools import combinations
 
 import pytest
@@ -72,6 +73,11 @@ def test_memory_does_not_grow_with_the_runs_of_layers() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3_000_000  # it was 16 million
+
+
+def test_costs_that_can_be_halved_for_ever() -> None:
+    """Between two fractions there is always another, so that the search for the least maximum among them never ended."""
+    assert balance([Fraction(1, 3)] * 7, 3) == balance([1] * 7, 3)
 
 
 def test_a_long_model_takes_no_time() -> None:

@@ -66,7 +66,8 @@ def _least_maximum(sums: Sequence[float], parts: int) -> float:
     low: float = 0  # too little, unless nothing costs anything
     high = sums[-1]  # enough
     whole = isinstance(high, int)  # then so is every sum, and may be beyond what floats hold exactly
-    while low < (middle := (low + high) // 2 if whole else (low + high) / 2) < high:
+    # A float lies halfway of fractions too, for floats come to an end.
+    while low < (middle := (low + high) // 2 if whole else float(low + high) / 2) < high:
         found = _largest(sums, parts, middle)
         if found is None:
             low = middle
