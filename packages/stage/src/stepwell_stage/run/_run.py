@@ -230,9 +230,8 @@ class Run:
                 self._failed = str(error)
             elif isinstance(error, TransportError):
                 self.fail(str(error))
-            elif not isinstance(
-                error, Exception
-            ):  # an interrupt; of other errors every rank hears by what is exchanged
+            elif not isinstance(error, Exception):
+                # An interrupt; of other errors every rank hears by what is exchanged.
                 self.fail(f"{type(error).__name__} on rank {self._transport.rank}")
             if self._failed is not None:
                 self._clear()
