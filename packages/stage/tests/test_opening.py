@@ -36,7 +36,7 @@ class Joins(nn.Linear):
 
 
 def changes(transport: Transport, name: str, order: str, *, skip: bool = False) -> Any:
-    """Steps of 8 rows (t) and of 12 (T), an evaluation of 4 (e), and a batch that the first rank refuses (r)."""
+    """Steps of 8 rows (t) and of 12 (T), an evaluation of 2 (e), and a batch that the first rank refuses (r)."""
     schedule = BY_NAME[name](transport.size, 4)
     modules = stages(schedule.placement.num_stages, skip=skip)
     executor = build(transport, modules, schedule, stage_options={"wires": SKIP} if skip else {})
@@ -200,3 +200,23 @@ def test_an_interrupt_while_a_batch_is_cut_ends_the_step_on_every_rank(threads: 
         return raised.type.__name__ if transport.rank == at else str(raised.value)
 
     assert all("KeyboardInterrupt" in said for said in threads(run, 3, timeout=10.0))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_context_around_a_step_that_fails_ends_it_on_every_rank(threads: Threads, at: int) -> None:
+    """The others waited for the word of a step that this rank had not begun."""
+
+    @contextlib.contextmanager
+    def fails() -> Iterator[None]:
+        raise ValueError("not ready")
+        yield
+
+    def run(transport: Transport) -> str:
+        executor = build(transport, stages(3, skip=False), one_f_one_b(3, 4))
+        if transport.rank == at:
+            executor.around_step.append(fails)
+        with pytest.raises((ValueError, StageUsageError, PeerFailure)) as raised:
+            step(executor, numbers(8, WIDTH), numbers(8, WIDTH))
+        return str(raised.value)
+
+    assert all("not ready" in said for said in threads(run, 3, timeout=10.0))

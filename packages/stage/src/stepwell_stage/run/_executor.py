@@ -199,11 +199,9 @@ class Executor:
         """
         if not self._train.has_backward:
             raise StageUsageError(f"{self.plan.schedule.name} has no backward: call eval()")
-        with self._alone(), contextlib.ExitStack() as stack:
-            for enter in self.around_step:
-                stack.enter_context(enter())
+        with self._alone(), contextlib.ExitStack() as around:
             batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-            return self._run(self._train, batch, losses, return_outputs=return_outputs)
+            return self._run(self._train, batch, losses, around, return_outputs=return_outputs)
 
     def eval(
         self,
@@ -229,7 +227,7 @@ class Executor:
                     plan = lower_for(self.stages, forwards, self._prefetch)
                 self._eval = self._make_run(plan)
             batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-            return self._run(self._eval, batch, losses, return_outputs=return_outputs, fewer=True)
+            return self._run(self._eval, batch, losses, None, return_outputs=return_outputs)
 
     def twin(self, around_action: Sequence[Around]) -> Executor:
         """Another for the same steps of the same stages, traced, within contexts of its own and with none around its steps."""
@@ -283,10 +281,11 @@ class Executor:
         run: Run,
         batch: Batch,
         losses: MutableSequence[torch.Tensor] | None,
+        around: contextlib.ExitStack | None,
         *,
         return_outputs: bool,
-        fewer: bool = False,
     ) -> Any:
+        """A step, with what is to be entered around it; without, an evaluation."""
         # Casts of weights that a surrounding autocast keeps are of the weights before the last optimizer step.
         torch.clear_autocast_cache()
         if not self._is_open:
@@ -298,18 +297,20 @@ class Executor:
         # On the first microbatch alone, a spec that does not fit is found before anything runs backward.
         data.check_output = lambda output: merge([output], self._output_spec)
         try:
-            if run is self._train:
+            if around is not None:
+                for enter in self.around_step:
+                    around.enter_context(enter())
                 self._check_gradients()
             self._check(batch)
             if losses is not None and not isinstance(losses, MutableSequence):
                 raise StageUsageError(f"losses is a list, to which those of the batch are added, got {losses!r}")
             cut = None
             if self.is_first:
-                data.args, data.kwargs, cut = self._cutter.inputs(batch, fewer=fewer)
+                data.args, data.kwargs, cut = self._cutter.inputs(batch, fewer=around is None)
                 data.targets = self._cutter.targets(batch, cut.sizes)
             alike = self.stages[0].alike if self.transport.size > 1 else None
             given = None if alike is None else alike.look(batch)
-        except BaseException as error:  # also of the batch's own containers, and an interrupt
+        except BaseException as error:  # also of the batch's own containers and of contexts, and an interrupt
             run.refuse(str(error) if isinstance(error, StageUsageError) else f"{type(error).__name__}: {error}")
             raise
         sizes = run.prepare(cut, given).sizes
