@@ -173,6 +173,28 @@ def test_s22_what_is_written_behind_a_checkpointed_region_is_computed_again(kind
     check(lambda: WritesBehindItsRegion(kind), support.mse_loss, support.pair((4, 3), rank=0))
 
 
+class WritesBetween(nn.Module):
+    """A cosine of a region's result before the write, and one after it, which is the derivative of the sine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def region(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        return h, h.cos()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, z = checkpoint(self.region, x, use_reentrant=False)
+        y[:1].mul_(2)
+        return y.sin() + z
+
+
+def test_s22_what_is_computed_of_a_value_before_and_after_a_write_differs() -> None:
+    """Backward took the one for a repetition of the other, for both are of the same tensor: gradients were wrong."""
+    check(WritesBetween, support.mse_loss, support.pair((4, 3), rank=0))
+
+
 def test_s37_a_draw_that_cannot_be_told_from_another_is_refused() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

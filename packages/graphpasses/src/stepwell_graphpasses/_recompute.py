@@ -60,6 +60,9 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
                     " behind that region, and backward needs it as it was; write to a clone() of it"
                 )
             continue
+        reads = {root for source in node.all_input_nodes for root in roots[source]}
+        if spoiled & reads and not is_random(node) and not is_mutation(node):
+            continue  # no repetition, but another value: it reads what the write left, and forward what was there before
         if node.op == "call_function":
             found[0].meta["recompute"] = True
         node.replace_all_uses_with(found[0])
