@@ -195,6 +195,37 @@ def test_s22_what_is_computed_of_a_value_before_and_after_a_write_differs() -> N
     check(WritesBetween, support.mse_loss, support.pair((4, 3), rank=0))
 
 
+class WritesWithin(nn.Module):
+    """What is computed of a value before a write and after it, or of two that are alike until one is written to."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 3)
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        if self.kind == "alike":
+            other = self.linear(x)
+            h.relu_()
+            return h.cos() * other.sin()
+        before = h.cos()
+        h[:1].mul_(2)
+        if self.kind == "twice":
+            h[:1].mul_(2)
+        return before * h.cos()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.region, x, use_reentrant=False).sin()
+
+
+@pytest.mark.parametrize("kind", ["alike", "once", "twice"])
+def test_s22_writes_within_a_checkpointed_region_tell_apart_what_is_alike(kind: str) -> None:
+    """What the region computed again was taken for the first that was computed in the same way, before the write: gradients were
+    wrong.
+    """
+    check(lambda: WritesWithin(kind), support.mse_loss, support.pair((4, 3), rank=0))
+
+
 def test_s37_a_draw_that_cannot_be_told_from_another_is_refused() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -7,7 +7,7 @@ be written twice. So what a region computed again is folded onto what it compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,22 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
     numbers: dict[Any, int] = {}
     originals: dict[int, list[fx.Node]] = {}
     nodes = [node for node in graph.nodes if node.op != "output"]
+    roots = memory_roots(graph)
+    # By phase and memory the last write to it, for what is read there before a write and after it differs. By phase, since the
+    # second run of a region means its inputs as the first one saw them.
+    written: dict[str, dict[fx.Node, int]] = {}
     for node in nodes:
-        keys[node] = numbers.setdefault(_key(module, node, keys), len(numbers))
+        last = written.setdefault(phase_of(node), {})
+
+        def read(source: fx.Node, last: dict[fx.Node, int] = last) -> tuple[int, ...]:
+            start = _before_writes(source)
+            return keys[start], *(last[root] for root in roots[start] if root in last)
+
+        keys[node] = numbers.setdefault(_key(module, node, read), len(numbers))
         if phase_of(node) == "forward":
             originals.setdefault(keys[node], []).append(node)
-    roots = memory_roots(graph)
+        for target in mutated_arguments(node):
+            last.update((root, keys[node]) for root in roots[target] if root.op == "call_function")
     spoiled = _spoiled(nodes, keys, roots)
     for node in nodes:
         found = originals.get(keys[node], [])
@@ -53,7 +64,12 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
             )
         if not found:
             continue
-        if spoiled.intersection(roots[found[0]]):  # what forward computed is no longer there: it is computed again
+        # Of several that are alike one that is written to may be the one or the other, before the write or after it.
+        intact = [one for one in found if not written["forward"].keys() & roots[one]]
+        is_one = len({roots[one] for one in found}) == 1
+        is_there = intact or (is_one and not spoiled.intersection(roots[found[0]]))
+        if not is_there or any(phase_of(target) != "forward" for target in mutated_arguments(node)):
+            # What forward computed is no longer there: it is computed again, and what is written to it written again.
             if is_random(node):
                 raise CaptureError(
                     f"what {node.target} in {node.meta['fqn'] or 'the train step'} draws in a checkpointed region is written to"
@@ -63,9 +79,10 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
         reads = {root for source in node.all_input_nodes for root in roots[source]}
         if spoiled & reads and not is_random(node) and not is_mutation(node):
             continue  # no repetition, but another value: it reads what the write left, and forward what was there before
+        original = (intact or found)[0]
         if node.op == "call_function":
-            found[0].meta["recompute"] = True
-        node.replace_all_uses_with(found[0])
+            original.meta["recompute"] = True
+        node.replace_all_uses_with(original)
         graph.erase_node(node)
 
 
@@ -90,7 +107,7 @@ def _repeats_effects(node: fx.Node) -> bool:
     return is_random(node) or any(target.op == "placeholder" for target in mutated_arguments(node))
 
 
-def _key(module: fx.GraphModule, node: fx.Node, keys: dict[fx.Node, Any]) -> Any:
+def _key(module: fx.GraphModule, node: fx.Node, read: Callable[[fx.Node], tuple[int, ...]]) -> Any:
     """Equal for nodes that compute the same; unlike the nodes it is made of, it can be a dict's key."""
     if node.op == "placeholder":
         return ("placeholder", node.name)
@@ -99,7 +116,7 @@ def _key(module: fx.GraphModule, node: fx.Node, keys: dict[fx.Node, Any]) -> Any
         if isinstance(value, torch.Tensor) and value.numel() <= 4096 and value.device.type == "cpu":
             return ("constant", value.dtype, tuple(value.shape), value.reshape(-1).tolist().__repr__())
         return ("constant", node.target)
-    return (node.target, _freeze(node.args, keys), _freeze(node.kwargs, keys), is_mutation(node))
+    return (node.target, _freeze(node.args, read), _freeze(node.kwargs, read), is_mutation(node))
 
 
 def _before_writes(node: fx.Node) -> fx.Node:
@@ -110,14 +127,14 @@ def _before_writes(node: fx.Node) -> fx.Node:
     return start if start.op == "placeholder" else node
 
 
-def _freeze(value: Any, keys: dict[fx.Node, Any]) -> Any:
+def _freeze(value: Any, read: Callable[[fx.Node], tuple[int, ...]]) -> Any:
     """An argument as a part of a key: nodes by their numbers, containers as tuples, constants by their text."""
     if isinstance(value, fx.Node):
-        return ("node", keys[_before_writes(value)])
+        return ("node", *read(value))
     if isinstance(value, list | tuple):
-        return tuple(_freeze(item, keys) for item in value)
+        return tuple(_freeze(item, read) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _freeze(item, keys)) for key, item in value.items())
+        return tuple((key, _freeze(item, read)) for key, item in value.items())
     if isinstance(value, slice):
-        return ("slice", *(_freeze(item, keys) for item in (value.start, value.stop, value.step)))
+        return ("slice", *(_freeze(item, read) for item in (value.start, value.stop, value.step)))
     return (type(value), str(value))
