@@ -64,10 +64,10 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
             )
         if not found:
             continue
-        # Of several that are alike one that is written to may be the one or the other, before the write or after it.
-        intact = [one for one in found if not written["forward"].keys() & roots[one]]
+        # Which of several it repeats, where one of them is written to, cannot be told.
         is_one = len({roots[one] for one in found}) == 1
-        is_there = intact or (is_one and not spoiled.intersection(roots[found[0]]))
+        is_written = any(written["forward"].keys() & roots[one] for one in found)
+        is_there = not is_written or (is_one and not spoiled.intersection(roots[found[0]]))
         if not is_there or any(phase_of(target) != "forward" for target in mutated_arguments(node)):
             # What forward computed is no longer there: it is computed again, and what is written to it written again.
             if is_random(node):
@@ -79,10 +79,9 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
         reads = {root for source in node.all_input_nodes for root in roots[source]}
         if spoiled & reads and not is_random(node) and not is_mutation(node):
             continue  # no repetition, but another value: it reads what the write left, and forward what was there before
-        original = (intact or found)[0]
         if node.op == "call_function":
-            original.meta["recompute"] = True
-        node.replace_all_uses_with(original)
+            found[0].meta["recompute"] = True
+        node.replace_all_uses_with(found[0])
         graph.erase_node(node)
 
 
