@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -24,12 +25,8 @@ class Layers(nn.Module):
         return x
 
 
-def calls_of_a_forward(count: int, forwards: int = 3) -> int:
-    """Calls within this package, in a forward of the last of two stages after some others."""
-    module = split(Layers(count), 2, example=torch.ones(2, 4)).module(1)
-    received, x = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4)
-    for _ in range(forwards):
-        module(received, x=x)
+def calls_within(act: Callable[[], object]) -> int:
+    """Calls within this package."""
     package, calls = stepwell_stage.__path__[0], 0
 
     def see(frame: FrameType, event: str, _: Any) -> None:
@@ -39,10 +36,19 @@ def calls_of_a_forward(count: int, forwards: int = 3) -> int:
     before = sys.getprofile()
     sys.setprofile(see)
     try:
-        module(received, x=x)
+        act()
     finally:
         sys.setprofile(before)
     return calls
+
+
+def calls_of_a_forward(count: int, forwards: int = 3) -> int:
+    """In a forward of the last of two stages after some others."""
+    module = split(Layers(count), 2, example=torch.ones(2, 4)).module(1)
+    received, x = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4)
+    for _ in range(forwards):
+        module(received, x=x)
+    return calls_within(lambda: module(received, x=x))
 
 
 def test_a_forward_does_little_beside_its_units() -> None:
@@ -57,21 +63,9 @@ def test_no_forward_does_more_than_the_one_before() -> None:
 
 
 def calls_of_a_split(count: int) -> int:
-    """Calls within this package."""
+    """In cutting a model into two."""
     model, x = Layers(count), torch.ones(2, 4)
-    package, calls = stepwell_stage.__path__[0], 0
-
-    def see(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        split(model, 2, example=x)
-    finally:
-        sys.setprofile(before)
-    return calls
+    return calls_within(lambda: split(model, 2, example=x))
 
 
 def test_a_split_grows_with_the_number_of_units() -> None:
