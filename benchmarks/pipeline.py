@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import torch
@@ -213,6 +214,35 @@ def alone(microbatches: tuple[int, ...], per_rank: tuple[int, ...], turns: int) 
     return take_turns(contestants, turns)
 
 
+def on_loopback(microbatches: int, turns: int) -> tuple[list[float], list[float]]:
+    """CPU seconds of steps of ranks that are threads, and of as many forwards and backwards without a pipeline.
+
+    On one core: on several, threads fight for the interpreter, and what a module takes by itself doubles.
+    """
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    schedule, fabric, module = (
+        schedules.one_f_one_b(RANKS, microbatches),
+        LoopbackFabric(RANKS),
+        nn.Linear(WIDTH, WIDTH),
+    )
+    steps = [
+        ours([nn.Linear(WIDTH, WIDTH)], schedule, *numbers(microbatches), fabric.transport(rank))
+        for rank in range(RANKS)
+    ]
+    found: tuple[list[float], list[float]] = ([], [])
+    with ThreadPoolExecutor(RANKS) as threads:
+        for _ in range(turns + 2):
+            start = time.process_time()
+            for ended in [threads.submit(step) for step in steps]:
+                ended.result()
+            middle = time.process_time()
+            for _ in range(RANKS * microbatches):
+                module(torch.zeros(1, WIDTH, requires_grad=True)).sum().backward()
+            found[0].append(middle - start)
+            found[1].append(time.process_time() - middle)
+    return found[0][2:], found[1][2:]
+
+
 # The tables. Each is filled row by row, so that what was measured is there when something fails.
 
 
@@ -317,6 +347,13 @@ def alone_table(table: Table, pool: WorkerPool, size: Size) -> None:
         table.add(_row_of(name), *(f"{one:.1f} µs" for one in (mine, hand, mine - hand, traced)))
 
 
+def loopback_table(table: Table, pool: WorkerPool, size: Size) -> None:
+    for microbatches in size.growth:
+        (found,) = pool.run(on_loopback, 1, microbatches, size.turns, deadline=120)
+        whole, own = (statistics.median(times) / (2 * microbatches * RANKS) * 1e6 for times in found)
+        table.add(f"M = {microbatches}", f"{whole:.1f} µs", f"{own:.1f} µs", f"{whole - own:.1f} µs")
+
+
 Fill = Callable[[Table, WorkerPool, Size], None]
 TABLES: tuple[tuple[Fill, str, tuple[str, ...]], ...] = (
     (
@@ -359,6 +396,11 @@ TABLES: tuple[tuple[Fill, str, tuple[str, ...]], ...] = (
         alone_table,
         "The same sizes on one rank, without messages: CPU per action",
         ("size", "stepwell", "by hand", "added", "stepwell with a trace"),
+    ),
+    (
+        loopback_table,
+        f"1F1B on loopback, {RANKS} threads on one core, trivial stages: CPU per action",
+        ("size", "stepwell", "the module's own forward or backward", "added by executor and transport"),
     ),
 )
 
