@@ -33,7 +33,8 @@ from ._pause import collector_paused
 from ._schedule import Schedule
 from ._shard import with_data_parallel
 
-PREFETCH = 2  # so far ahead, senders mostly know of a receive when they send; each more may keep one more value on a rank
+# So far ahead, senders mostly know of a receive when they send; each more may keep one more value on a rank.
+PREFETCH = 2
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
