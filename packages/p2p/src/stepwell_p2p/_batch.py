@@ -55,17 +55,20 @@ def describe(ops: Sequence[Op], most: int = 8) -> str:
     return "; ".join(words)
 
 
-def disagreement(send: Send, recv: Recv) -> str | None:
-    """Why a send does not fit the receive that it met, or None where it does."""
-    if send.op.message != recv.op.message:
-        return (
-            f"messages met in another order than they were sent: {recv.op} met {send.op};"
-            " post both ends of a channel in one order, or use a channel policy with more channels"
-        )
-    sent, expected = tuple(send.tensor.shape), recv.meta.shape
-    if sent != expected or send.tensor.dtype != recv.meta.dtype:
-        return (
-            f"{recv.op}: expected {recv.meta.dtype} of shape {expected}, but rank {send.op.edge.source} sent"
-            f" {send.tensor.dtype} of shape {sent}; both ends must agree before they post"
-        )
-    return None
+def out_of_order(send: Op, recv: Op) -> str:
+    """Why a send must not have met this receive, which is of another message."""
+    return (
+        f"messages met in another order than they were sent: {recv} met {send};"
+        " post both ends of a channel in one order, or use a channel policy with more channels"
+    )
+
+
+def misfit(send: Send, recv: Recv) -> str | None:
+    """Why a send does not fit the receive of the same message, or None where it does."""
+    sent, expected = send.tensor, recv.meta
+    if sent.shape == expected.shape and sent.dtype == expected.dtype:
+        return None
+    return (
+        f"{recv.op}: expected {expected.dtype} of shape {expected.shape}, but rank {send.op.edge.source} sent"
+        f" {sent.dtype} of shape {tuple(sent.shape)}; both ends must agree before they post"
+    )

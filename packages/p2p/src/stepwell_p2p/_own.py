@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from ._batch import disagreement
+from ._batch import misfit
 from ._layout import row_major
 from .exceptions import TransportError
 
@@ -85,4 +85,4 @@ class OwnMessages:
         self._wanted.clear()
 
     def _meet(self, send: Send, value: torch.Tensor, receive: OwnReceive) -> None:
-        receive.value, receive.wrong = value, disagreement(send, receive.recv)
+        receive.value, receive.wrong = value, misfit(send, receive.recv)

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 import attrs
 import torch
 
-from .._batch import PendingOp, check_op, describe, disagreement
+from .._batch import PendingOp, check_op, describe, misfit, out_of_order
 from .._channels import ChannelPolicy
 from .._failure import Failure
 from .._layout import check_buffer, place, row_major
@@ -66,7 +66,9 @@ class LoopbackFabric:
         self.timeout = timeout
         self.stall_after = stall_after
         self._lock = threading.Lock()
-        self._wakes = [threading.Condition(self._lock) for _ in range(size)]
+        # Per rank what its waiting threads sleep on: locks that are taken, and let go of to wake them. A Condition does the same
+        # in three times the time.
+        self._bells: list[list[threading.Lock]] = [[] for _ in range(size)]
         self._taken = [False] * size
         self._closed = [False] * size
         self._waiting: list[_Batch | None] = [None] * size
@@ -102,7 +104,7 @@ class LoopbackFabric:
             self._pending[batch.rank][batch] = None
         if self.rules.tagged:
             for piece in pieces:
-                self._activate(piece, piece.item.op.message)
+                self._activate(piece, piece.message)
             return
         groups: dict[Hashable, list[_Piece]] = {}
         for piece in pieces:
@@ -122,20 +124,24 @@ class LoopbackFabric:
 
     def _activate(self, piece: _Piece, key: Hashable) -> None:
         """Meet the other end if it is there already, else wait for it."""
-        ours, theirs = (self._sends, self._recvs) if isinstance(piece.item, Send) else (self._recvs, self._sends)
+        ours, theirs = (self._sends, self._recvs) if piece.is_send else (self._recvs, self._sends)
         waiting = theirs.get(key)
         if waiting:
             other = waiting.popleft()
             if not waiting:
                 del theirs[key]
-            self._meet(*((piece, other) if isinstance(piece.item, Send) else (other, piece)))
+            self._meet(*((piece, other) if piece.is_send else (other, piece)))
             return
-        ours.setdefault(key, deque()).append(piece)
-        if isinstance(piece.item, Send) and not self.rules.rendezvous:
+        if key in ours:
+            ours[key].append(piece)
+        else:
+            ours[key] = deque((piece,))
+        if piece.is_send and not self.rules.rendezvous:
             self._complete(piece)
 
     def _meet(self, send: _Piece, recv: _Piece) -> None:
-        wrong = disagreement(send.item, recv.item)  # type: ignore[arg-type]  # a send is a Send, a receive a Recv
+        wrong = None if send.message == recv.message else out_of_order(send.item.op, recv.item.op)
+        wrong = wrong or misfit(send.item, recv.item)  # type: ignore[arg-type]  # a send is a Send, a receive a Recv
         if wrong is not None:
             send.batch.error = recv.batch.error = wrong
         recv.value, send.value = send.value, None
@@ -151,7 +157,15 @@ class LoopbackFabric:
                 self._moved.append(piece.lane)
         if batch.missing == 0 or batch.error:
             self._pending[batch.rank].pop(batch, None)
-            self._wakes[batch.rank].notify_all()
+            if self._waiting[batch.rank] is batch:
+                self._waiting[batch.rank] = None
+            self._ring(batch.rank)
+
+    def _ring(self, rank: int) -> None:
+        """Wake the rank's waiting threads, to look again."""
+        bells = self._bells[rank]
+        while bells:
+            bells.pop().release()
 
     def _settle(self) -> None:
         """Let each channel's next batch start where the one before it is done, until nothing moves any more."""
@@ -178,18 +192,18 @@ class LoopbackFabric:
             batch.error = (
                 f"every rank waits and no message is on its way. {stuck}.{also} (prove_order explains a bad order)"
             )
-            self._wakes[batch.rank].notify_all()
+            self._ring(batch.rank)
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:
             self._failure = failure
-            for wake in self._wakes:
-                wake.notify_all()
+            for rank in range(self.size):
+                self._ring(rank)
 
     def _close(self, rank: int) -> None:
         self._closed[rank] = True
         self._pending[rank].clear()
-        self._wakes[rank].notify_all()
+        self._ring(rank)
         self._check_stuck()
         if all(self._closed):  # nobody is left to take what was sent and not received
             self._sends.clear()
@@ -197,15 +211,24 @@ class LoopbackFabric:
             self._lanes.clear()
 
 
-@attrs.define(eq=False)
 class _Piece:
-    """One message of one batch, at one end; mutable because it progresses."""
+    """One message of one batch, at one end; mutable because it progresses.
 
-    item: Send | Recv
-    batch: _Batch
-    value: torch.Tensor | None = None  # a send's until it meets its receive, then the receive's
-    done: bool = False
-    lane: Hashable = None
+    A plain class with slots: two are made for every message.
+    """
+
+    __slots__ = ("batch", "done", "is_send", "item", "lane", "message", "value")
+
+    def __init__(
+        self, item: Send | Recv, batch: _Batch, message: Hashable, value: torch.Tensor | None, *, is_send: bool
+    ) -> None:
+        self.item = item
+        self.batch = batch
+        self.message = message
+        self.value = value  # a send's until it meets its receive, then the receive's
+        self.is_send = is_send
+        self.done = False
+        self.lane: Hashable = None
 
 
 @attrs.frozen(eq=False)
@@ -221,6 +244,8 @@ class _Group:
 
 class _Batch:
     """A handle: what one ``post`` started."""
+
+    __slots__ = ("_result", "device", "error", "fabric", "missing", "pieces", "posted", "rank")
 
     def __init__(self, fabric: LoopbackFabric, rank: int, device: torch.device) -> None:
         self.fabric = fabric
@@ -245,43 +270,55 @@ class _Batch:
                 self._block()
             self._result = tuple(
                 [
-                    place(piece.value, piece.item.meta, self.device, piece.item.buffer)
-                    for piece in self.pieces
-                    if piece.value is not None and isinstance(piece.item, Recv)
+                    place(piece.value, piece.item.meta, self.device, piece.item.buffer)  # type: ignore[arg-type, union-attr]
+                    for piece in self.pieces  # a receive that is done has its value
+                    if not piece.is_send
                 ]
             )
             self.pieces.clear()
         return self._result
 
     def _block(self) -> None:
-        fabric, start = self.fabric, time.monotonic()
-        warn_at: float | None = start + fabric.stall_after
-        with fabric._lock:
-            fabric._waiting[self.rank] = self
-            fabric._check_stuck()
-            try:
-                while fabric._failure is None and not self.over and not fabric._closed[self.rank]:
-                    now = time.monotonic()
-                    if now >= start + fabric.timeout:
-                        raise TransportError(
-                            f"rank {self.rank} waited {fabric.timeout:g} s for {describe(self.open_ops())}"
-                        )
-                    if warn_at is not None and now >= warn_at:
-                        _log.warning(
-                            "rank %d has waited %.0f s for %s", self.rank, now - start, describe(self.open_ops())
-                        )
-                        warn_at = None
-                    fabric._wakes[self.rank].wait(min(start + fabric.timeout, warn_at or start + fabric.timeout) - now)
-            finally:
-                fabric._waiting[self.rank] = None
-            if fabric._failure is not None:
-                raise fabric._failure.error()
-            if self.error is not None:
-                raise TransportError(self.error)
-            if self.missing:
-                raise P2PUsageError(
-                    f"rank {self.rank} closed its transport while it waited for {describe(self.open_ops())}"
-                )
+        fabric, bell = self.fabric, threading.Lock()
+        bell.acquire()
+        start = time.monotonic()
+        deadline = start + fabric.timeout
+        wake_at = min(deadline, start + fabric.stall_after)
+        try:
+            while self.missing or self.error is not None or fabric._failure is not None:
+                with fabric._lock:
+                    if not self._may_come():
+                        return
+                    fabric._waiting[self.rank] = self
+                    if bell not in fabric._bells[self.rank]:
+                        fabric._bells[self.rank].append(bell)
+                    fabric._check_stuck()
+                if bell.acquire(timeout=max(0.0, wake_at - time.monotonic())):
+                    continue
+                words = describe(self.open_ops())
+                if wake_at == deadline:
+                    raise TransportError(f"rank {self.rank} waited {fabric.timeout:g} s for {words}")
+                _log.warning("rank %d has waited %.0f s for %s", self.rank, time.monotonic() - start, words)
+                wake_at = deadline
+        except BaseException:
+            with fabric._lock:
+                if fabric._waiting[self.rank] is self:
+                    fabric._waiting[self.rank] = None
+                if bell in fabric._bells[self.rank]:
+                    fabric._bells[self.rank].remove(bell)
+            raise
+
+    def _may_come(self) -> bool:
+        """Whether what is missing may still come; False where all is there."""
+        if self.fabric._failure is not None:
+            raise self.fabric._failure.error()
+        if self.error is not None:
+            raise TransportError(self.error)
+        if self.missing and self.fabric._closed[self.rank]:
+            raise P2PUsageError(
+                f"rank {self.rank} closed its transport while it waited for {describe(self.open_ops())}"
+            )
+        return self.missing > 0
 
 
 class LoopbackTransport:
@@ -297,7 +334,9 @@ class LoopbackTransport:
         self.rules = fabric.rules
         self.policy = fabric.channels
         self.device = device
-        self._checked: set[Op] = set()
+        # By op that was looked at, of which kind each may be posted: what both ends agree on.
+        self._sends: dict[Op, Hashable] = {}
+        self._recvs: dict[Op, Hashable] = {}
 
     def post(self, batch: Sequence[Send | Recv]) -> _Batch:
         """Start every message of the batch; see :meth:`stepwell_p2p.Transport.post`."""
@@ -305,15 +344,18 @@ class LoopbackTransport:
         handle = _Batch(fabric, self.rank, self.device)
         for item in batch:
             is_send = isinstance(item, Send)
-            if item.op not in self._checked or item.op.kind.is_send is not is_send:
+            known = self._sends if is_send else self._recvs
+            message = known.get(item.op)
+            if message is None:
                 check_op(item.op, self.rank, self.size, is_send=is_send)
-                self._checked.add(item.op)
+                message = known[item.op] = item.op.message
             if isinstance(item, Send):
-                handle.pieces.append(_Piece(item, handle, _hand_over(item)))
+                value = _hand_over(item)
             else:
+                value = None
                 if item.buffer is not None:
                     check_buffer(item.buffer, item.meta)
-                handle.pieces.append(_Piece(item, handle))
+            handle.pieces.append(_Piece(item, handle, message, value, is_send=is_send))
         handle.missing = len(handle.pieces)
         with fabric._lock:
             if fabric._closed[self.rank]:
@@ -350,9 +392,10 @@ class LoopbackTransport:
 
 def _hand_over(send: Send) -> torch.Tensor:
     """The memory that the receiver will own: the sent tensor's own where it was given away whole, else a copy."""
-    tensor = row_major(send.tensor)
-    if tensor.data_ptr() != send.tensor.data_ptr() or tensor.numel() == 0:
+    given = send.tensor
+    tensor = row_major(given)
+    if tensor is not given and tensor.data_ptr() != given.data_ptr():
         return tensor  # already a copy
-    if send.owned and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+    if send.owned and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone()

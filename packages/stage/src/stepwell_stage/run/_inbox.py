@@ -35,6 +35,25 @@ class Coming:
         return handle if self.packing.is_trivial else self.packing.unpack(handle)
 
 
+@attrs.frozen(eq=False)
+class Going:
+    """What is sent in a microbatch, once that is known; its values come with each step.
+
+    Attributes:
+        ops: of the values.
+        packing: how they travel.
+        owned: whether their memory is given away.
+    """
+
+    ops: Sequence[Op]
+    packing: Packing
+    owned: bool = attrs.field(kw_only=True)
+
+    def post(self, transport: Transport, values: Sequence[torch.Tensor]) -> Handle:
+        """Start to send."""
+        return transport.post(self.packing.sends(self.ops, values, owned=self.owned))
+
+
 class Inbox:
     """All receives from one rank; one object per source, used for one step at a time.
 

@@ -31,7 +31,7 @@ from stepwell_meta.exceptions import PipeliningMetadataError
 from stepwell_p2p import Edge, Handle, Op, OpKind, Packing, Send, Transport, Wire, send_values
 
 from ._classes import with_classes
-from ._inbox import Coming, Expected, Inbox, Learn
+from ._inbox import Coming, Expected, Going, Inbox, Learn
 from ._looks import Crossing, LinkLooks, select
 
 
@@ -89,6 +89,7 @@ class _End(abc.ABC):
         self._crossings: dict[int, Crossing] = {}  # by group; and by microbatch:
         self._known: dict[int, Crossing] = {}
         self._ready: dict[int, Coming] = {}
+        self._leaving: dict[int, Going] = {}
         self._coming: dict[int, Handle] = {}
         self._sent: dict[int, Handle] = {}
         self._values: dict[int, Sequence[torch.Tensor]] = {}
@@ -159,7 +160,7 @@ class _End(abc.ABC):
 
     def _forget(self) -> None:
         """What was worked out does not hold any more."""
-        for table in (self._crossings, self._known, self._ready):
+        for table in (self._crossings, self._known, self._ready, self._leaving):
             table.clear()
 
     def _receives(self, microbatch: int, packing: Packing, count: int) -> Coming:
@@ -261,16 +262,19 @@ class InLink(_End):
         if not grads:
             return
         locals_ = [g if type(g) is torch.Tensor else to_local_if_dtensor(g, detach=True) for g in grads]
-        crossing = self.crossing(microbatch)
-        if crossing.back is None and microbatch in self.first_grads:
-            meta = BackwardMeta(extract_metas(grads))
-            self._learn_grads(self.groups[microbatch], meta)
-            op = self._send_ops(microbatch, 1)[0]
-            self._sent[microbatch] = send_values(self._transport, op, encode(meta), locals_)
-            return
-        ops = self._send_ops(microbatch, len(locals_))
-        # Nobody else uses these gradients: the transport may hand over the memory itself.
-        self._sent[microbatch] = self._transport.post(crossing.grads_packing.sends(ops, locals_, owned=True))
+        going = self._leaving.get(microbatch)
+        if going is None:
+            crossing = self.crossing(microbatch)
+            if crossing.back is None and microbatch in self.first_grads:
+                meta = BackwardMeta(extract_metas(grads))
+                self._learn_grads(self.groups[microbatch], meta)
+                op = self._send_ops(microbatch, 1)[0]
+                self._sent[microbatch] = send_values(self._transport, op, encode(meta), locals_)
+                return
+            # Nobody else uses these gradients: the transport may hand over the memory itself.
+            ops = self._send_ops(microbatch, len(locals_))
+            going = self._leaving[microbatch] = Going(ops, crossing.grads_packing, owned=True)
+        self._sent[microbatch] = going.post(self._transport, locals_)
 
     def _or_zeros(self, grad: torch.Tensor | None, meta: AnyMeta, *, as_it_is: bool = False) -> torch.Tensor:
         if grad is not None:
@@ -348,14 +352,19 @@ class OutLink(_End):
         """Post the send of the values."""
         values = self._values.pop(microbatch)
         locals_ = [v if type(v) is torch.Tensor else to_local_if_dtensor(v) for v in values]
-        group = self.groups[microbatch]
-        if group not in self.looks.values:
-            op = self._send_ops(microbatch, 1)[0]
-            look = self.looks.values[group] = self._unsaid.pop(group)
-            self._sent[microbatch] = send_values(self._transport, op, encode(look), locals_)
-        elif locals_:
+        going = self._leaving.get(microbatch)
+        if going is None:
+            group = self.groups[microbatch]
+            if group not in self.looks.values:
+                op = self._send_ops(microbatch, 1)[0]
+                look = self.looks.values[group] = self._unsaid.pop(group)
+                self._sent[microbatch] = send_values(self._transport, op, encode(look), locals_)
+                return
+            if not locals_:
+                return
             ops = self._send_ops(microbatch, len(locals_))
-            self._sent[microbatch] = self._transport.post(self.crossing(microbatch).values_packing.sends(ops, locals_))
+            going = self._leaving[microbatch] = Going(ops, self.crossing(microbatch).values_packing, owned=False)
+        self._sent[microbatch] = going.post(self._transport, locals_)
 
     def send_nothing(self, microbatch: int) -> Handle | None:
         """Post the send of what the other end has begun to receive, for a step that is not like the last; it drops it."""

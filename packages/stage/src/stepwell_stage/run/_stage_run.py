@@ -142,7 +142,10 @@ class StageRun:
 
     def forward(self, microbatch: int) -> Any:
         """Run the module, and on the last stage the loss; gives what the module returned."""
-        received = [value for link in self._ins for value in link.take(microbatch, with_grad=self.has_backward)]
+        received: Sequence[torch.Tensor] = ()
+        for link in self._ins:
+            values = link.take(microbatch, with_grad=self.has_backward)
+            received = [*received, *values] if received else values
         value = self.program.forward(microbatch, received, functools.partial(self._call, microbatch))
         if self._is_last:
             self._finish(microbatch, value)
