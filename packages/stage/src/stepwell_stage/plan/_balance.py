@@ -8,9 +8,12 @@ costs leave a choice (layers that cost nothing), it evens out the number of entr
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
-from math import isfinite
+from math import isfinite, lcm
+from numbers import Rational
 
 from ..exceptions import StageUsageError
 
@@ -41,7 +44,7 @@ def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     for index, cost in enumerate(costs):
         if not isfinite(cost) or cost < 0:
             raise StageUsageError(f"costs must be finite and at least 0, but that of entry {index} is {cost}")
-    sums = [0, *accumulate(costs)]
+    sums = [0, *accumulate(_scaled(costs))]
     return _even(sums, parts, _least_maximum(sums, parts))
 
 
@@ -61,13 +64,18 @@ def check_starts(starts: Sequence[int], entries: int) -> tuple[int, ...]:
     return found
 
 
-def _least_maximum(sums: Sequence[float], parts: int) -> float:
+def _scaled(costs: Sequence[float]) -> list[int]:
+    """The costs as whole numbers of one small unit, exactly: sums of floats would differ by their rounding where costs do not."""
+    exact = [Fraction(cost if isinstance(cost, Rational) else float(cost)) for cost in costs]
+    unit = lcm(*(cost.denominator for cost in exact))
+    return [cost.numerator * (unit // cost.denominator) for cost in exact]
+
+
+def _least_maximum(sums: Sequence[int], parts: int) -> int:
     """The least limit under which the entries fit into ``parts`` parts."""
-    low: float = 0  # too little, unless nothing costs anything
+    low = -1  # too little
     high = sums[-1]  # enough
-    whole = isinstance(high, int)  # then so is every sum, and may be beyond what floats hold exactly
-    # A float lies halfway of fractions too, for floats come to an end.
-    while low < (middle := (low + high) // 2 if whole else float(low + high) / 2) < high:
+    while low < (middle := (low + high) // 2):
         found = _largest(sums, parts, middle)
         if found is None:
             low = middle
@@ -76,45 +84,52 @@ def _least_maximum(sums: Sequence[float], parts: int) -> float:
     return high
 
 
-def _largest(sums: Sequence[float], parts: int, limit: float) -> float | None:
+def _largest(sums: Sequence[int], parts: int, limit: int) -> int | None:
     """The largest part, if parts are filled one after the other under the limit; None if they are too few."""
-    used, start = 1, 0
-    largest: float = 0
-    for end in range(1, len(sums)):
-        if sums[end] - sums[start] > limit:
-            used, start = used + 1, end - 1
-            if used > parts or sums[end] - sums[start] > limit:
-                return None
-        largest = max(largest, sums[end] - sums[start])
-    return largest
-
-
-def _even(sums: Sequence[float], parts: int, limit: float) -> tuple[int, ...]:
-    """Of the cuts under the limit, that with the least sum of squares, of costs and then of numbers of entries."""
-    entries = len(sums) - 1
-    # best[end]: squares of costs, squares of counts, and where the last part starts, of the first entries cut into so many parts.
-    best: list[tuple[float, int] | None] = [(0, 0), *[None] * entries]
-    begins: list[list[int]] = []
+    start = largest = 0
     for _ in range(parts):
-        following: list[tuple[float, int] | None] = [None] * (entries + 1)
-        begin = [0] * (entries + 1)
-        for end in range(1, entries + 1):
-            for start in range(end - 1, -1, -1):
-                cost = sums[end] - sums[start]
-                if cost > limit:
-                    break
-                before = best[start]
-                if before is None:
-                    continue
-                total = (before[0] + cost * cost, before[1] + (end - start) ** 2)
-                known = following[end]
-                if known is None or total <= known:
-                    following[end], begin[end] = total, start
-        best = following
+        end = bisect_right(sums, sums[start] + limit) - 1
+        largest = max(largest, sums[end] - sums[start])
+        start = end
+    return largest if start + 1 == len(sums) else None
+
+
+def _even(sums: Sequence[int], parts: int, limit: int) -> tuple[int, ...]:
+    """Of the cuts under the limit, that with the least sum of squares, of costs and then of numbers of entries.
+
+    Part by part, for each place where it may end, the best start. A later end never has an earlier best start, since both
+    squares grow ever faster with a part: so the best start of the middle end halves what is left to try for the others.
+    """
+    entries = len(sums) - 1
+    earliest, latest = [0] * (parts + 1), [0] * (parts + 1)  # where each part may end, so that all fit
+    earliest[parts] = entries
+    for part in range(parts - 1, 0, -1):
+        earliest[part] = max(part, bisect_left(sums, sums[earliest[part + 1]] - limit))
+    for part in range(parts):
+        latest[part + 1] = min(entries - parts + part + 1, bisect_right(sums, sums[latest[part]] + limit) - 1)
+    weight = entries * entries + 1  # of costs: no numbers of entries make up for it
+    best, begins = [0], list[list[int]]()
+    for part in range(1, parts + 1):
+        before, low, first = best, earliest[part - 1], earliest[part]
+        best, begin = ([0] * (latest[part] - first + 1) for _ in range(2))
+        spans = [(first, latest[part], low, latest[part - 1])]  # ends to do, and the starts that may be theirs
+        while spans:
+            left, right, lowest, highest = spans.pop()
+            end = (left + right) // 2
+            here = sums[end]
+            from_ = max(lowest, bisect_left(sums, here - limit))
+            total, start = min(
+                (before[start - low] + (here - sums[start]) ** 2 * weight + (end - start) ** 2, start)
+                for start in range(from_, min(highest, end - 1) + 1)
+            )
+            best[end - first], begin[end - first] = total, start
+            if left < end:
+                spans.append((left, end - 1, lowest, start))
+            if end < right:
+                spans.append((end + 1, right, start, highest))
         begins.append(begin)
-    starts = []
-    end = entries
-    for begin in reversed(begins):
-        end = begin[end]
+    starts, end = list[int](), entries
+    for part in range(parts, 0, -1):
+        end = begins[part - 1][end - earliest[part]]
         starts.append(end)
     return tuple(reversed(starts))
