@@ -63,5 +63,16 @@ def test_what_stands_for_a_whole_number_is_one() -> None:
             assert make(two, num_microbatches=four) == make(2, 4)  # type: ignore[arg-type]
         assert type(gpipe(two, four).num_microbatches) is int  # type: ignore[arg-type]
         assert type(whole(four, "M")) is int
-    with pytest.raises(TypeError, match="num_microbatches"):
-        gpipe(2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("make", BY_NAME.values(), ids=BY_NAME)
+def test_arguments_that_are_missing_or_too_many_are_named_with_their_function(make: Callable[..., Schedule]) -> None:
+    """It said that an argument is missing, but not of what: of a table of schedules by name nobody could tell."""
+    name = make.__name__
+    for args, named, sentence in (
+        ((2,), {}, rf"{name}\(\): missing a required argument: 'num_microbatches'"),
+        ((2, 4, 6), {}, rf"{name}\(\): too many positional arguments"),
+        ((2, 4), {"microbatches": 4}, rf"{name}\(\): got an unexpected keyword argument 'microbatches'"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            make(*args, **named)

@@ -40,7 +40,10 @@ def whole_numbers(make: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(make)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given = signature.bind(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{make.__name__}(): {error}") from None  # which alone does not say of what
         given.arguments |= {name: whole(given.arguments[name], name) for name in names if name in given.arguments}
         return make(*given.args, **given.kwargs)
 
