@@ -28,7 +28,10 @@
 * ``_len_torch_function_stack``, ``_pop_torch_function_stack`` and ``_push_on_torch_function_stack`` of ``torch._C`` (seen in
   2.13): which function mode sees an operation first, and what takes it away for the time of a unit. Without them there is no
   :func:`stepwell_stage.split` either.
-* ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise.
+* ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise, and on
+  ranks that are threads no steps.
+* ``torch._C._autograd._top_saved_tensors_default_hooks`` (seen in 2.13): whether what is computed is computed again in backward.
+  Without it :func:`is_in_checkpoint` does not see checkpoints that are hooks of a module.
 * ``torch._C._functorch.is_functorch_wrapped_tensor`` (seen in 2.13): whether a tensor is in a transform such as vmap. Likewise.
 * ``_is_param`` of tensors (seen in 2.13): what makes a tensor of another class than torch's own a parameter. Likewise.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
@@ -48,9 +51,11 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -86,6 +91,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "hold_back_fsdp",
     "is_ddp_replicated",
+    "is_in_checkpoint",
     "is_own_attribute",
     "is_profiling",
     "is_torch_stage_name",
@@ -156,6 +162,18 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def takes_forward_derivative() -> bool:
     """Whether a derivative is being taken in forward mode, on any thread: torch keeps its level for the whole process."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_in_checkpoint() -> bool:
+    """Whether what is computed now is in an activation checkpoint of torch's, which may compute it again in backward."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = top and top(True)
+    if hooks and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepwell_p2p import C10dTransport, LoopbackFabric, LoopbackTransport, Placement, Transport, Wire, chain_wires
+from stepwell_p2p import C10dTransport, LoopbackFabric, Placement, Transport, Wire, chain_wires
 
 from ..exceptions import StageUsageError
 from ..plan._action import Action, Kind
@@ -22,6 +22,7 @@ from ..plan._wiring import same_wiring
 from ..plan.schedules._forward_only import forward_only
 from ._bind import Around, Handlers, check_handlers
 from ._cutter import Cutter
+from ._draws import are_threads
 from ._loss import LossWeights, check_weights, pack_losses, unpack_losses, weights_of
 from ._microbatch import Batch, merge
 from ._program import is_reduced, is_sharded
@@ -429,7 +430,7 @@ def _check_stages(
                 f"stage {stage.stage_index} says that there are {stage.num_stages} stages, the schedule has"
                 f" {plan.placement.num_stages}"
             )
-        if stage.needs_process and isinstance(transport, LoopbackTransport) and transport.size > 1:
+        if stage.needs_process and are_threads(transport):
             raise StageUsageError(f"{stage.needs_process}: run each rank in a process of its own, with torchrun")
         if stage.is_last and plan.schedule.has_backward and loss_fn is None:
             raise StageUsageError(f"{plan.schedule.name} runs backward, so the last stage's rank needs a loss_fn")

@@ -25,6 +25,7 @@ from ..plan._wiring import Wiring
 from ._agree import Cut, GivenBatch, agree, declared_looks, sweep
 from ._announce import Announcer, Word
 from ._bind import Around, Handlers, bind
+from ._draws import Draws, are_threads
 from ._inbox import Inbox
 from ._link import InLink, LinkPlace, OutLink
 from ._looks import LinkLooks
@@ -340,6 +341,7 @@ class Run:
             [self._out_links[place] for place in places if place[0] == index],
             loss_fn,
             has_backward=self.has_backward,
+            draws=Draws(index) if self.has_backward and are_threads(self._transport) else None,
         )
 
     def _firsts(self, stage: int, groups: Sequence[int], *, backward: bool = False) -> frozenset[int]:

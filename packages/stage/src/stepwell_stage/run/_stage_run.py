@@ -18,6 +18,7 @@ from stepwell_meta.exceptions import PipeliningMetadataError, UnsupportedValueEr
 
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
+from ._draws import Draws
 from ._link import InLink, OutLink
 from ._looks import LinkLooks, forward_meta, same_look
 from ._loss import take_apart
@@ -80,6 +81,7 @@ class StageRun:
         out_links: links to later stages, by ascending destination.
         loss_fn: the loss, on the last stage.
         has_backward: whether the schedule has backwards.
+        draws: looks at what forwards draw, where ranks are threads and there is a backward.
 
     Attributes:
         data: what the step under way brings and takes.
@@ -93,6 +95,7 @@ class StageRun:
         loss_fn: Callable[..., torch.Tensor] | None,
         *,
         has_backward: bool,
+        draws: Draws | None = None,
     ) -> None:
         self.stage = stage
         self.index = stage.stage_index
@@ -118,6 +121,7 @@ class StageRun:
         self.send_b = each(link.send for link in remote_in)
         self.wait_b = each(link.wait for link in remote_in)
         self._loss_fn = loss_fn
+        self._draws = draws
         self._groups: Sequence[int] = ()
         self._outputs: dict[int, ForwardMeta] = {}
         self._weights: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -132,6 +136,8 @@ class StageRun:
         """Let go of every value, at the end of a step or after a failure."""
         self.data = _NO_DATA
         self._roots.clear()
+        if self._draws is not None:
+            self._draws.looks = True
         for link in (*self._ins, *self._outs):
             link.clear()
         clear = getattr(self.program, "clear", None)  # programs may have it, see StageProgram
@@ -142,6 +148,12 @@ class StageRun:
 
     def forward(self, microbatch: int) -> Any:
         """Run the module, and on the last stage the loss; gives what the module returned."""
+        if self._draws is None or not self._draws.looks:
+            return self._forward(microbatch)
+        with self._draws:
+            return self._forward(microbatch)
+
+    def _forward(self, microbatch: int) -> Any:
         received: Sequence[torch.Tensor] = ()
         for link in self._ins:
             values = link.take(microbatch, with_grad=self.has_backward)
