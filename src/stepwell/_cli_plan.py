@@ -68,7 +68,8 @@ def add_plan(commands: Commands, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches",
         type=_numbers,
-        help="numbers of microbatches to try, for example 8,16 (default: those that divide --batch, up to 8 a rank)",
+        help="numbers of microbatches to try, for example 8,16 (default: those that divide --batch, and 1, 2, 4 and 8 a rank;"
+        " at most 8 a rank)",
     )
     parser.add_argument("--stages-per-rank", type=_numbers, default=[1, 2, 3, 4], help="to try (default 1,2,3,4)")
     parser.add_argument("--schedules", type=_names, help="names to try, for example 1f1b,zbv (default: all)")

@@ -60,18 +60,30 @@ def test_kept_bytes_are_all_bytes_unless_said() -> None:
         ({"forward": ()}, "costs need at least one stage"),
         ({"backward": (1, 2, 3)}, "backward has 3 numbers but forward has 2"),
         ({"output_bytes": (1,)}, "output_bytes has 1 numbers but forward has 2"),
-        ({"forward": (1, -1)}, "forward must not be negative"),
-        ({"forward": (1, math.nan)}, "forward must not be negative"),
-        ({"latency": -1.0}, "latency must not be negative"),
+        ({"forward": (1, -1)}, r"forward must be finite and at least 0, got \(1.0, -1.0\)"),
+        ({"forward": (1, math.nan)}, "forward must be finite and at least 0"),
+        ({"latency": -1.0}, "latency must be finite and at least 0, got -1.0"),
         ({"bandwidth": 0.0}, "a bandwidth must be above 0 bytes a second"),
         ({"edges": [EdgeCost(0, 1, 0.0, 0.0)]}, "a bandwidth must be above 0"),
-        ({"forward": (1, math.inf)}, "forward must not be negative, and be finite"),
-        ({"latency": math.inf}, "latency must not be negative, and be finite, got inf"),
+        ({"forward": (1, math.inf)}, "forward must be finite and at least 0"),
+        ({"latency": math.inf}, "latency must be finite and at least 0, got inf"),
         ({"bandwidth": math.nan}, "a bandwidth must be above 0"),
-        ({"edges": [EdgeCost(0, 1, math.nan, 1.0)]}, "and a latency not negative and finite"),
+        ({"edges": [EdgeCost(0, 1, math.nan, 1.0)]}, "the latency of an edge must be finite and at least 0, got nan"),
         ({"activation_bytes": (4, 4), "kept_bytes": (4, 5)}, r"that stays from I to W, got \(4, 5\) of \(4, 4\)"),
-        ({"custom": [CustomCost("save", -1.0)]}, "seconds must not be negative, and be finite, got CustomCost"),
+        ({"custom": [CustomCost("save", -1.0)]}, "seconds must be finite and at least 0, got CustomCost"),
         ({"overlap_gain": 1.5}, "overlap_gain is a share from 0 to 1, got 1.5"),
+        # What follows ended in errors of Python's from inside, which named neither the field nor its value.
+        ({"forward": ["a", 1]}, r"forward must be finite and at least 0, got \('a', 1.0\)"),
+        ({"forward": 1}, "costs of stages are several numbers, one for each stage, got 1"),
+        ({"forward": "12"}, "costs of stages are several numbers, one for each stage, got '12'"),
+        ({"output_bytes": ["x", "y"]}, "output_bytes must be finite and at least 0"),
+        ({"latency": "low"}, "latency must be finite and at least 0, got 'low'"),
+        ({"bandwidth": None}, "a bandwidth must be above 0 bytes a second, got None"),
+        ({"overlap_gain": "much"}, "overlap_gain must be finite and at least 0, got 'much'"),
+        ({"edges": [(0, 1, 2.0, 3.0)]}, r"edges are EdgeCosts, got \(0, 1, 2.0, 3.0\)"),
+        ({"edges": EdgeCost(0, 1, 2.0, 3.0)}, "edges are several EdgeCosts, got a EdgeCost"),
+        ({"custom": {"save": 1.0}}, "costs of custom actions are CustomCosts, got 'save'"),
+        ({"custom": [CustomCost("save", "long")]}, "seconds must be finite and at least 0"),  # type: ignore[arg-type]
     ],
 )
 def test_what_costs_may_not_be(change: dict[str, object], sentence: str) -> None:
@@ -102,6 +114,15 @@ def test_medians_leave_out_what_is_out_of_the_ordinary() -> None:
     costs = Costs.measured(Timeline(events), 1)
     assert costs.forward == pytest.approx((1.1,))
     assert costs.backward == (0.0,)
+
+
+def test_what_is_no_number_of_stages_and_no_timeline() -> None:
+    """They ended in errors of Python's from inside."""
+    for make in (Costs.uniform, lambda count: Costs.measured(Timeline([]), count)):
+        with pytest.raises(StageUsageError, match=r"num_stages must be a whole number, got 2.0, a float"):
+            make(2.0)  # type: ignore[arg-type]
+    with pytest.raises(StageUsageError, match=r"Costs.measured\(\) takes a timeline, got a Simulation"):
+        Costs.measured(simulate(lower(one_f_one_b(2, 2)), Costs.uniform(2)), 2)  # type: ignore[arg-type]
 
 
 def test_every_stage_must_be_measured() -> None:

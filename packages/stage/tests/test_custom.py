@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -60,8 +61,16 @@ def test_any_printed_table_is_read_back(seed: int) -> None:
         (["0F0 0F999999999"], "microbatch 999999999 is there, but no rank computes microbatch 1"),
         (["1F0"], "stage 1 is there, but no rank computes stage 0"),
         (["0F0+0B0"], "0B0 needs 0F0, so the two cannot overlap"),
+        # These ended in errors of Python's from inside.
+        (
+            [["0F0", "0B0"]],
+            r"line 1 of the table: a table is text, or .*, for example '0F0 0F1 0B0 0B1', got \['0F0', '0B0'\]",
+        ),
+        (["0F0 0B0", None], "line 2 of the table: a table is text"),
+        (None, "a table is text, or several texts, one for each rank"),
+        (b"0F0", "a table is text, or several texts"),
     ],
 )
-def test_a_wrong_table_says_where(table: str | list[str], sentence: str) -> None:
+def test_a_wrong_table_says_where(table: Any, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=sentence):
         custom(table)

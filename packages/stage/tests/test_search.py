@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell_stage import Costs, Layer, lower, plan_search, simulate
+from stepwell_stage import Action, Costs, Kind, Layer, Schedule, Simulation, lower, plan_search, simulate
 from stepwell_stage.exceptions import ScheduleError, StageUsageError
 from stepwell_stage.plan._search import SEARCHED
 from stepwell_stage.schedules import (
@@ -178,6 +179,61 @@ def test_overhead_decides_the_number_of_microbatches() -> None:
     assert dear.schedule.num_microbatches <= 2
 
 
+def seconds_of(schedule: Schedule, seconds: Callable[[Action], float]) -> float:
+    """How long a schedule takes whose messages take no time, by going through the ranks again and again."""
+    last, ends, at = schedule.placement.num_stages - 1, dict[Action, float](), [0] * len(schedule.actions)
+    clocks = [0.0] * len(at)
+    while any(position < len(row) for position, row in zip(at, schedule.actions, strict=True)):
+        for rank, row in enumerate(schedule.actions):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                stage, kind, microbatch = action[:3]
+                if kind is Kind.F:
+                    needs = [Action(stage - 1, Kind.F, microbatch)] if stage else []
+                else:
+                    needs = [Action(stage + 1, kind, microbatch) if stage < last else Action(stage, Kind.F, microbatch)]
+                if any(need not in ends for need in needs):
+                    break
+                clocks[rank] = max([clocks[rank], *(ends[need] for need in needs)]) + seconds(action)
+                ends[action] = clocks[rank]
+                at[rank] += 1
+    return max(clocks)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"])
+@pytest.mark.parametrize(("batch", "count"), [(37, 8), (30, 8), (7, 5), (9, 8)])
+def test_microbatches_may_differ_by_a_sample(name: str, batch: int, count: int) -> None:
+    """Numbers of microbatches that do not divide the batch were refused, although the executor runs them."""
+    layers = [Layer(1.0, 2.0, activation_bytes=3, output_bytes=1, overhead=0.25)] * 8
+    depth = SEARCHED[name].depths or (2,)
+    sizes_to_try = {"num_microbatches": [count], "stages_per_rank": depth}
+    found = plan_search(layers, 4, batch_size=batch, schedules=[name], most_simulations=1, **sizes_to_try).best
+    sizes = [len(part) for part in torch.zeros(batch).tensor_split(count)]
+    assert max(sizes) - min(sizes) == 1
+    per_stage = len(layers) // found.schedule.placement.num_stages
+
+    def seconds(action: Action) -> float:
+        return per_stage * (0.25 + sizes[action.microbatch or 0] * (1.0 if action.kind is Kind.F else 2.0))
+
+    def priced(samples: int) -> Simulation:
+        per_sample = attrs.evolve(found.costs, activation_bytes=[3 * per_stage * samples] * found.costs.num_stages)
+        return simulate(found.plan, per_sample)
+
+    one_sample = 3.0 * per_stage  # through F and B of one stage
+    assert found.makespan == pytest.approx(seconds_of(found.schedule, seconds), abs=4 * one_sample)
+    assert found.peak_bytes == priced(max(sizes)).peak_bytes
+    # All that a rank computes is counted to the sample.
+    assert sum(simulate(found.plan, found.costs).busy) == pytest.approx(8 * (2 * 0.25 * count + 3.0 * batch))
+
+
+def test_a_batch_that_has_no_divisors_is_cut_all_the_same() -> None:
+    """A batch of 37 samples ran as one microbatch, for 37 of them are more than are tried."""
+    best = plan_search([Layer(1.0, 2.0)] * 8, 4, batch_size=37).best
+    assert best.schedule.num_microbatches == 32
+    whole = plan_search([Layer(1.0, 2.0)] * 8, 4, batch_size=37, num_microbatches=[1]).best
+    assert best.makespan < whole.makespan / 2
+
+
 def test_overlapped_pairs_of_unequal_stages_are_not_ruled_out() -> None:
     """A pair is of two stages, so a long F may hide under the long B of another: such cuts were taken for too slow to try."""
     times = [(0.1, 0.1), (1.0, 20.0), (20.0, 1.0), (0.1, 0.1), (0.1, 0.1), (20.0, 1.0)]
@@ -228,15 +284,33 @@ def test_overlapped_pairs_are_priced_as_they_run(gain: float | None) -> None:
         ({"batch_size": 0}, "ranks and samples must be at least 1"),
         # Equal cuts were not tried then, and what was found was slower than they are.
         ({"most_simulations": 0}, "most_simulations must be at least 1, for equal cuts, got 0"),
-        ({"num_microbatches": [3]}, "3 microbatches do not divide a batch of 4"),
+        ({"num_microbatches": [5]}, "a batch of 4 makes 1 to 4 microbatches, got 5"),
         ({"schedules": ["mine"]}, "no schedule is named 'mine'; there are gpipe, 1f1b"),
         ({"schedules": ["zbv"], "num_ranks": 3}, "4 layers on 3 ranks are too few for zbv"),
         # With a limit of memory, that was blamed.
         ({"schedules": ["zbv"], "num_ranks": 3, "memory_limit": 9}, "4 layers on 3 ranks are too few for zbv"),
-        ({"num_microbatches": []}, "no number of microbatches was given to try"),
+        ({"num_microbatches": []}, "num_microbatches are the numbers to try, but there is none"),
+        # Layers were said to be too few for these.
+        ({"stages_per_rank": []}, "stages_per_rank are the numbers to try, but there is none"),
+        ({"stages_per_rank": [1, 0]}, "stages_per_rank must be at least 1, got 0"),
+        ({"schedules": []}, "no schedule was named to try"),
+        # These ended in errors of Python's from inside.
+        ({"num_ranks": 2.0}, "num_ranks must be a whole number, got 2.0, a float"),
+        ({"batch_size": "4"}, "batch_size must be a whole number, got '4', a str"),
+        ({"num_microbatches": 2}, "num_microbatches are several numbers to try, got 2"),
+        ({"num_microbatches": [2.0]}, r"num_microbatches must be a whole number, got 2.0, a float"),
+        ({"stages_per_rank": 2}, "stages_per_rank are several numbers to try, got 2"),
+        ({"schedules": "1f1b"}, r"schedules are several names, for example \['1f1b'\], got '1f1b'"),
+        ({"memory_limit": "4GB"}, "memory_limit is a number of bytes, at least 0, got '4GB'"),
+        ({"memory_limit": float("nan")}, "memory_limit is a number of bytes, at least 0, got nan"),
+        ({"memory_limit": -1}, "memory_limit is a number of bytes, at least 0, got -1"),
+        ({"network": 1e-5}, r"network is given as Costs, got 1e-05; Costs.uniform\(1, latency=1e-5\) for example"),
+        ({"most_simulations": None}, "most_simulations must be a whole number, got None"),
+        ({"layers": [1.0, 2.0]}, r"plan_search\(\) takes layers, got 1.0"),
+        ({"layers": Layer(1.0, 1.0)}, r"plan_search\(\) takes several layers, got a Layer"),
     ],
 )
 def test_what_cannot_be_searched(change: dict[str, object], sentence: str) -> None:
-    arguments: dict[str, object] = {"num_ranks": 2, "batch_size": 4, **change}
+    arguments: dict[str, object] = {"layers": [Layer(1.0, 1.0)] * 4, "num_ranks": 2, "batch_size": 4, **change}
     with pytest.raises((StageUsageError, ScheduleError), match=sentence):
-        plan_search([Layer(1.0, 1.0)] * 4, **arguments)  # type: ignore[arg-type]
+        plan_search(**arguments)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import re
 from typing import NamedTuple
 
 from ..exceptions import ScheduleError
+from ._require import require
 
 
 class Kind(enum.Enum):
@@ -114,7 +115,7 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: the name is no letter followed by letters, digits, ``_`` and ``-``.
         """
-        if _NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             raise ScheduleError(
                 f"the name of a custom action is a letter followed by letters, digits, '_' and '-', got {name!r}"
             )
@@ -127,6 +128,7 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: the text is no action.
         """
+        require(text, str, "an action is parsed from text")
         text = text.strip()
         pair = _PAIR.fullmatch(text)
         if pair is not None:

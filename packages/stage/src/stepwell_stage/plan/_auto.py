@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
@@ -21,13 +22,16 @@ from stepwell_p2p._placement import Placement
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._costs import Costs
+from ._count import whole_numbers
 from ._lower import lower
+from ._require import is_cost, require, several
 from ._schedule import Schedule
 from ._simulate import simulate
 from .schedules._zbv import zbv
 from .schedules._zero_bubble import interleaved_zero_bubble, zb_h1
 
 
+@whole_numbers
 def zero_bubble(
     placement: Placement, num_microbatches: int, costs: Costs, *, memory_limit: float | Sequence[float] | None = None
 ) -> Schedule:
@@ -49,6 +53,8 @@ def zero_bubble(
     Raises:
         ScheduleError: a rank cannot hold even one microbatch; or costs or limits are for another number of stages or ranks.
     """
+    require(placement, Placement, "zero_bubble() takes a placement", "Placement.loop(stages, ranks) is the usual one")
+    require(costs, Costs, "zero_bubble() takes Costs", "Costs.uniform(num_stages) are the simplest")
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(f"{placement.num_stages} stages are placed but costs are given for {costs.num_stages}")
     if num_microbatches < 1:
@@ -84,10 +90,15 @@ def _known(placement: Placement, num_microbatches: int) -> Iterator[tuple[tuple[
 def _limits(placement: Placement, costs: Costs, memory_limit: float | Sequence[float] | None) -> list[float]:
     if memory_limit is None:
         return [float("inf")] * placement.num_ranks
-    limits = [memory_limit] * placement.num_ranks if isinstance(memory_limit, int | float) else list(memory_limit)
+    if isinstance(memory_limit, Iterable):
+        limits = several(memory_limit, _LIMITS, error=ScheduleError)
+    else:
+        limits = (memory_limit,) * placement.num_ranks
     if len(limits) != placement.num_ranks:
         raise ScheduleError(f"there are {placement.num_ranks} ranks but memory limits for {len(limits)}")
     for rank, limit in enumerate(limits):
+        if not (is_cost(limit) or limit == math.inf):
+            raise ScheduleError(f"{_LIMITS}, got {limit!r}")
         need = sum(costs.activation_bytes[stage] for stage in placement.stages_of(rank))
         if need > limit:
             raise ScheduleError(
@@ -95,6 +106,9 @@ def _limits(placement: Placement, costs: Costs, memory_limit: float | Sequence[f
                 " smaller microbatches, or give it fewer layers"
             )
     return [float(limit) for limit in limits]
+
+
+_LIMITS = "memory_limit is a number of bytes, at least 0, or one for each rank"
 
 
 @attrs.define

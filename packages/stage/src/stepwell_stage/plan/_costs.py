@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 
 from ..exceptions import StageUsageError
 from ._action import Kind
+from ._count import whole
+from ._require import is_cost, require, several
 from ._timeline import Event, Timeline
 
 
@@ -46,19 +49,26 @@ class CustomCost:
 
 
 def _numbers(values: Iterable[float]) -> tuple[float, ...]:
-    return tuple(map(float, values))
+    # What has no __float__ is refused below, where its name is known.
+    return tuple(float(value) if hasattr(value, "__float__") else value for value in _sizes(values))
 
 
-def _sizes(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+def _sizes(values: Iterable[Any]) -> tuple[Any, ...]:
+    return several(values, "costs of stages are several numbers, one for each stage")
 
 
 def _edges(values: Iterable[EdgeCost]) -> tuple[EdgeCost, ...]:
-    return tuple(values)
+    found = several(values, "edges are several EdgeCosts")
+    for edge in found:
+        require(edge, EdgeCost, "edges are EdgeCosts", error=StageUsageError)
+    return found
 
 
 def _customs(values: Iterable[CustomCost]) -> tuple[CustomCost, ...]:
-    return tuple(values)
+    found = several(values, "costs of custom actions are several CustomCosts")
+    for cost in found:
+        require(cost, CustomCost, "costs of custom actions are CustomCosts", error=StageUsageError)
+    return found
 
 
 def _gain(events: Iterable[Event], medians: Callable[[Kind], list[float]]) -> float | None:
@@ -71,10 +81,6 @@ def _gain(events: Iterable[Event], medians: Callable[[Kind], list[float]]) -> fl
         if min(each) > 0:
             gains.append(min(max((sum(each) - pair.seconds) / min(each), 0.0), 1.0))
     return statistics.median(gains or [0.0]) if pairs else None
-
-
-def _is_cost(number: float) -> bool:
-    return 0 <= number < math.inf  # NaN is not
 
 
 @attrs.frozen
@@ -105,6 +111,9 @@ class Costs:
         unshard: of gathering a stage's parameters.
         reduce_grad: of reducing a stage's gradients.
         custom: of actions of the user's own; the first that fits counts, and one that is not there takes nothing.
+
+    Raises:
+        StageUsageError: something is no cost, or not one number is there for each stage; says what.
     """
 
     forward: tuple[float, ...] = attrs.field(converter=_numbers)
@@ -137,10 +146,13 @@ class Costs:
                 continue
             if isinstance(value, tuple) and len(value) != len(self.forward):
                 raise StageUsageError(f"{field.name} has {len(value)} numbers but forward has {len(self.forward)}")
-            if not all(map(_is_cost, value if isinstance(value, tuple) else (value,))):
-                raise StageUsageError(f"{field.name} must not be negative, and be finite, got {value}")
-        if not self.bandwidth > 0 or not all(edge.bandwidth > 0 and _is_cost(edge.latency) for edge in self.edges):
-            raise StageUsageError("a bandwidth must be above 0 bytes a second, and a latency not negative and finite")
+            if not all(map(is_cost, value if isinstance(value, tuple) else (value,))):
+                raise StageUsageError(f"{field.name} must be finite and at least 0, got {value!r}")
+        for bandwidth, latency in ((self.bandwidth, 0), *((edge.bandwidth, edge.latency) for edge in self.edges)):
+            if not (bandwidth == math.inf or (is_cost(bandwidth) and bandwidth > 0)):
+                raise StageUsageError(f"a bandwidth must be above 0 bytes a second, got {bandwidth!r}")
+            if not is_cost(latency):
+                raise StageUsageError(f"the latency of an edge must be finite and at least 0, got {latency!r}")
         if self.overlap_gain is not None and self.overlap_gain > 1:
             raise StageUsageError(f"overlap_gain is a share from 0 to 1, got {self.overlap_gain}")
         if any(kept > held for kept, held in zip(self.bytes_for_weights, self.activation_bytes, strict=True)):
@@ -148,9 +160,9 @@ class Costs:
                 f"kept_bytes are the part of activation_bytes that stays from I to W, got {self.kept_bytes} of"
                 f" {self.activation_bytes}"
             )
-        wrong = next((cost for cost in self.custom if not _is_cost(cost.seconds)), None)
+        wrong = next((cost for cost in self.custom if not is_cost(cost.seconds)), None)
         if wrong is not None:
-            raise StageUsageError(f"seconds must not be negative, and be finite, got {wrong}")
+            raise StageUsageError(f"seconds must be finite and at least 0, got {wrong}")
 
     @classmethod
     def uniform(
@@ -165,6 +177,7 @@ class Costs:
         bandwidth: float = math.inf,
     ) -> Costs:
         """The same for every stage; I and W take half a B each. Use ``attrs.evolve`` for the rest."""
+        num_stages = whole(num_stages, "num_stages", StageUsageError)
         return cls(
             (forward,) * num_stages,
             (backward,) * num_stages,
@@ -189,6 +202,8 @@ class Costs:
         Raises:
             StageUsageError: of some stage nothing was measured.
         """
+        require(timeline, Timeline, "Costs.measured() takes a timeline", error=StageUsageError)
+        num_stages = whole(num_stages, "num_stages", StageUsageError)
         times: dict[tuple[int, Kind], list[float]] = {}
         own: dict[tuple[str, int], list[float]] = {}
         for event in timeline.events:
@@ -203,9 +218,9 @@ class Costs:
         unseen = next((stage for stage in range(num_stages) if (stage, Kind.F) not in times), None)
         if unseen is not None:
             raise StageUsageError(f"no F of stage {unseen} was measured; merge the timelines of all ranks")
-        whole, inputs, weights = medians(Kind.B), medians(Kind.I), medians(Kind.W)
+        full, inputs, weights = medians(Kind.B), medians(Kind.I), medians(Kind.W)
         is_split = [any(pair) for pair in zip(inputs, weights, strict=True)]
-        halves = list(zip(whole, inputs, weights, is_split, strict=True))
+        halves = list(zip(full, inputs, weights, is_split, strict=True))
         return cls(
             medians(Kind.F),
             [first + second if split and not b else b for b, first, second, split in halves],

@@ -17,6 +17,7 @@ from stepwell_p2p._placement import Placement
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._lower import Plan
+from ._require import require
 from ._schedule import Schedule
 from .schedules._custom import assemble
 
@@ -32,6 +33,7 @@ def to_csv(item: Schedule | Plan, path: str | os.PathLike[str] | None = None, *,
     Raises:
         ScheduleError: ``for_torch``, and the plan has links that torch cannot express, or custom actions.
     """
+    require(item, (Schedule, Plan), "to_csv() takes a schedule or a plan")
     text = io.StringIO()
     writer = csv.writer(text)
     for row in item.actions:

@@ -30,6 +30,7 @@ from ._action import Action, Kind
 from ._count import whole
 from ._messages import Messages, Port
 from ._pause import collector_paused
+from ._require import require, several
 from ._schedule import Schedule
 from ._shard import with_data_parallel
 
@@ -39,6 +40,17 @@ PREFETCH = 2
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(row) for row in rows)
+
+
+def _pairs(links: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Links, if they are pairs of numbers."""
+    found = several(links, "links are several pairs of stages, for example [(0, 1), (1, 2)]", error=ScheduleError)
+    for link in found:
+        if len(several(link, "a link is a pair of stages, for example (0, 1)", error=ScheduleError)) != 2:
+            raise ScheduleError(f"a link is a pair of stages, for example (0, 1), got {link!r}")
+    return tuple(
+        (whole(source, "a stage of a link"), whole(destination, "a stage of a link")) for source, destination in found
+    )
 
 
 @attrs.frozen
@@ -55,7 +67,7 @@ class Plan:
     """
 
     schedule: Schedule
-    links: tuple[tuple[int, int], ...]
+    links: tuple[tuple[int, int], ...] = attrs.field(converter=_pairs)
     actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -125,17 +137,25 @@ def lower(
     Raises:
         ScheduleError: a link or stage that is not there, a link that does not lead to a later stage, a limit that is too small.
     """
+    require(schedule, Schedule, "lower() takes a schedule")
     num_stages = schedule.placement.num_stages
-    chosen = tuple(sorted(set(links))) if links is not None else tuple((s, s + 1) for s in range(num_stages - 1))
+    chosen = (
+        tuple(sorted(set(_pairs(links)))) if links is not None else tuple((s, s + 1) for s in range(num_stages - 1))
+    )
     _check_links(chosen, num_stages)
-    for stage in (*sharded, *reduced):
+    says = "data-parallel stages are several numbers, for example [0, 1]"
+    for stage in (*several(sharded, says, error=ScheduleError), *several(reduced, says, error=ScheduleError)):
+        whole(stage, "a data-parallel stage")
         if not 0 <= stage < num_stages:
             raise ScheduleError(
                 f"stage {stage} was said to be data parallel, but there are stages 0 to {num_stages - 1}"
             )
+    max_unsharded = whole(max_unsharded, "max_unsharded")
     prefetch = whole(prefetch, "prefetch")
     if prefetch < 0:
         raise ScheduleError(f"prefetch must be at least 0, got {prefetch}")
+    if max_unsharded < 1:
+        raise ScheduleError(f"max_unsharded must be at least 1, got {max_unsharded}")
     rows: Iterable[list[Action]] = _Lowering(schedule, chosen, prefetch).rows()
     if sharded or reduced:
         rows = with_data_parallel(rows, set(sharded), set(reduced), max_unsharded)

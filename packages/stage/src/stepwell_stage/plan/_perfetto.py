@@ -11,7 +11,7 @@ from typing import Any
 
 from ..exceptions import StageUsageError
 from ._action import Action, Kind
-from ._timeline import BESIDE, Event, Timeline, label
+from ._timeline import BESIDE, Event, Timeline, label, require_timelines
 
 
 def to_perfetto(*timelines: Timeline, path: str | os.PathLike[str] | None = None) -> str:
@@ -24,8 +24,12 @@ def to_perfetto(*timelines: Timeline, path: str | os.PathLike[str] | None = None
     Returns:
         The text of the trace.
 
+    Raises:
+        StageUsageError: something is no timeline.
+
     Source: "Trace Event Format", the document of the Chromium project.
     """
+    require_timelines(timelines)
     events: list[dict[str, Any]] = []
     first = 0
     for number, timeline in enumerate(timelines):

@@ -10,7 +10,8 @@ import attrs
 
 from ..exceptions import StageUsageError
 from ._action import Action, Kind
-from ._timeline import BESIDE, Event, Timeline, label, seconds
+from ._require import is_cost
+from ._timeline import BESIDE, Event, Timeline, label, require_timelines, seconds
 
 LANE, GAP, LEFT, RIGHT = 26.0, 4.0, 64.0, 16.0  # pixels: height of a rank, space between two, margins
 HEAD, AXIS = 30.0, 34.0  # title above the lanes, time below
@@ -87,13 +88,14 @@ class Picture:
 
 def picture(timelines: Sequence[Timeline], width: float | None) -> Picture:
     """Timelines below one another, on one scale, with a legend; without a width as wide as most microbatch numbers need."""
+    require_timelines(timelines)
     if not any(timeline.events for timeline in timelines):
         raise StageUsageError("there is nothing to draw: no timeline has an event")
     makespan = max(max(timeline.makespan for timeline in timelines), 1e-12)
     if width is None:
         width = _enough(timelines, makespan)
-    elif not width >= LEAST:
-        raise StageUsageError(f"a picture needs a width of at least {LEAST:g} pixels, got {width}")
+    elif not is_cost(width) or width < LEAST:
+        raise StageUsageError(f"a picture needs a width of at least {LEAST:g} pixels, got {width!r}")
     scale = (width - LEFT - RIGHT) / makespan
     boxes: list[Box] = []
     texts: list[Text] = []

@@ -6,6 +6,7 @@ import os
 
 from ..exceptions import StageUsageError
 from ._picture import picture
+from ._require import is_cost
 from ._timeline import Timeline
 
 
@@ -20,7 +21,7 @@ def to_png(*timelines: Timeline, path: str | os.PathLike[str], width: float | No
         scale: pixels of the file per pixel of the picture.
 
     Raises:
-        StageUsageError: there is nothing to draw, or matplotlib is not installed.
+        StageUsageError: there is nothing to draw, a size is none, or matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -30,6 +31,8 @@ def to_png(*timelines: Timeline, path: str | os.PathLike[str], width: float | No
         raise StageUsageError(
             "PNG pictures are drawn by matplotlib, which is not installed: pip install 'stepwell[plot]', or use to_svg()"
         ) from None
+    if not is_cost(scale) or scale == 0:
+        raise StageUsageError(f"the scale of a picture is a number above 0, got {scale!r}")
     drawn = picture(timelines, width)
     figure = Figure(figsize=(drawn.width / 100, drawn.height / 100), dpi=100 * scale)
     FigureCanvasAgg(figure)

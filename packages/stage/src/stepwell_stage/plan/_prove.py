@@ -26,6 +26,7 @@ from ._action import Action, Kind
 from ._lower import Plan
 from ._messages import Messages
 from ._pause import collector_paused
+from ._require import require
 
 
 @attrs.frozen
@@ -65,7 +66,8 @@ def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPo
         DeadlockError: a message has one end only, or the two ends of a channel disagree on an order, so that data would be mixed
             up, or ranks wait for one another in a circle. Names each rank, the action in which it waits, and for what.
     """
-    require_plan(plan, "prove")
+    require(plan, Plan, "prove() takes a plan", "lower(schedule) makes one")
+    require(rules, Rules, "prove() takes the rules of a transport", "transport.rules are its own")
     facts = _Facts(plan)
     ranks = [_Rank(facts, rank) for rank in range(len(plan.actions))]
     if len(ranks) > 1:
@@ -82,16 +84,6 @@ def prove(plan: Plan, rules: Rules, *, channels: ChannelPolicy | str = ChannelPo
         tuple(rank.peak_unsharded for rank in ranks),
         tuple(rank.num_messages for rank in ranks),
     )
-
-
-def require_plan(plan: object, taker: str) -> None:
-    """Refuse what is no plan, a schedule above all.
-
-    Raises:
-        ScheduleError: says what makes a plan.
-    """
-    if not isinstance(plan, Plan):
-        raise ScheduleError(f"{taker}() takes a plan, got a {type(plan).__name__}; lower(schedule) makes one")
 
 
 # Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.

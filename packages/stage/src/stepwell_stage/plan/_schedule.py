@@ -12,6 +12,7 @@ from stepwell_p2p._placement import Placement
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._count import whole
+from ._require import require
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
@@ -49,6 +50,12 @@ class Schedule:
     slots: tuple[array[int], ...] = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
+        require(
+            self.placement,
+            Placement,
+            f"{self.name} takes a placement",
+            "Placement.loop(stages, ranks) is the usual one",
+        )
         if self.num_microbatches < 1:
             raise ScheduleError(f"{self.name} needs at least 1 microbatch, got {self.num_microbatches}")
         if len(self.actions) != self.placement.num_ranks:
@@ -91,6 +98,10 @@ class Schedule:
         for rank, row in enumerate(self.actions):
             stages = self.placement.stages_of(rank)
             for action in row:
+                if not isinstance(action, Action):
+                    raise ScheduleError(
+                        f"{self.name}: a schedule holds actions, got {action!r}; custom() takes a table of texts"
+                    )
                 for leaf in action[4] or (action,):
                     stage, kind, microbatch, _, _, _ = leaf
                     bit = _BITS.get(kind)

@@ -21,7 +21,9 @@ from ..exceptions import ScheduleError, StageUsageError
 from ._auto import zero_bubble
 from ._balance import balance
 from ._costs import Costs
+from ._count import whole
 from ._lower import Plan, lower
+from ._require import is_cost, require, several
 from ._schedule import Schedule
 from ._simulate import simulate
 from .schedules._dualpipe_v import dualpipe_v
@@ -69,7 +71,7 @@ class PlanChoice:
     Attributes:
         schedule: who computes what, in which order.
         cuts: the first layer of each stage.
-        costs: of its stages, for microbatches of its size.
+        costs: of its stages, for microbatches of its size; see ``num_microbatches`` of :func:`plan_search`.
         makespan: seconds for one step.
         bubble: share of all ranks' time in which they do not compute.
         peak_bytes: for each rank, activations and parameters at most.
@@ -130,7 +132,9 @@ def plan_search(
         memory_limit: bytes of activations and parameters that a rank may hold; none by default.
         network: latency, bandwidth, edges, overlap, overlap_gain and per_action are taken from here; by default messages are free
             and overlapped pairs run one after the other.
-        num_microbatches: which M to try, each a divisor of ``batch_size``; by default all divisors up to 8 times ``num_ranks``.
+        num_microbatches: which M to try; by default the divisors of ``batch_size`` up to 8 times ``num_ranks``, and 1, 2, 4 and 8
+            times ``num_ranks``. Where M is no divisor, microbatches differ by one sample, as those of the executor do: they are
+            priced by the mean of their times, and by the bytes of the largest.
         stages_per_rank: how many stages a rank may have, for schedules that leave the choice.
         schedules: names out of ``SEARCHED``; all by default.
         most_simulations: how many cuts to try for each schedule and M.
@@ -139,18 +143,30 @@ def plan_search(
         StageUsageError: there are fewer layers than ranks, or an argument is out of range.
         ScheduleError: nothing fits into the memory; says what would be needed.
     """
-    layers = tuple(layers)
-    names = tuple(schedules) if schedules is not None else tuple(SEARCHED)
+    layers = several(layers, "plan_search() takes several layers")
+    names = several(SEARCHED if schedules is None else schedules, "schedules are several names, for example ['1f1b']")
+    num_ranks, batch_size = (
+        whole(value, name, StageUsageError) for name, value in (("num_ranks", num_ranks), ("batch_size", batch_size))
+    )
     _check(layers, num_ranks, batch_size, names)
-    if most_simulations < 1:
+    if whole(most_simulations, "most_simulations", StageUsageError) < 1:
         raise StageUsageError(f"most_simulations must be at least 1, for equal cuts, got {most_simulations}")
-    counts = tuple(num_microbatches) if num_microbatches is not None else tuple(_divisors(batch_size, 8 * num_ranks))
-    if not counts:
-        raise StageUsageError("no number of microbatches was given to try")
-    for count in counts:
-        if count < 1 or batch_size % count:
-            raise StageUsageError(f"{count} microbatches do not divide a batch of {batch_size}")
-    depths = sorted({n for n in stages_per_rank if n >= 1 and n * num_ranks <= len(layers)})
+    if memory_limit is not None and not (is_cost(memory_limit) or memory_limit == math.inf):
+        raise StageUsageError(f"memory_limit is a number of bytes, at least 0, got {memory_limit!r}")
+    if network is not None:
+        require(
+            network,
+            Costs,
+            "network is given as Costs",
+            "Costs.uniform(1, latency=1e-5) for example",
+            error=StageUsageError,
+        )
+    counts = _to_try(
+        _usual(batch_size, num_ranks) if num_microbatches is None else num_microbatches, "num_microbatches"
+    )
+    if max(counts) > batch_size:
+        raise StageUsageError(f"a batch of {batch_size} makes 1 to {batch_size} microbatches, got {max(counts)}")
+    depths = [depth for depth in _to_try(stages_per_rank, "stages_per_rank") if depth * num_ranks <= len(layers)]
     search = _Model(layers, memory_limit, network or Costs.uniform(1), batch_size, most_simulations)
     tried = [(name, depth) for name in names for depth in depths if depth in (SEARCHED[name].depths or depths)]
     if not tried:
@@ -160,7 +176,7 @@ def plan_search(
         )
     found: dict[str, PlanChoice] = {}
     for name, depth in tried:
-        for count in sorted(counts, reverse=True):  # more are mostly faster: fewer are then ruled out
+        for count in reversed(counts):  # more are mostly faster: fewer are then ruled out
             below = found[name].makespan if name in found else math.inf
             choice = _Sizes(search, SEARCHED[name], num_ranks, count, depth).best(below)
             if choice is not None:
@@ -210,6 +226,10 @@ SEARCHED: Mapping[str, _Family] = MappingProxyType(
 
 
 def _check(layers: Sequence[Layer], num_ranks: int, batch_size: int, names: Sequence[str]) -> None:
+    for layer in layers:
+        require(layer, Layer, "plan_search() takes layers", error=StageUsageError)
+    if not names:
+        raise StageUsageError("no schedule was named to try")
     if num_ranks < 1 or batch_size < 1:
         raise StageUsageError(f"ranks and samples must be at least 1, got {num_ranks} and {batch_size}")
     if len(layers) < num_ranks:
@@ -219,8 +239,23 @@ def _check(layers: Sequence[Layer], num_ranks: int, batch_size: int, names: Sequ
             raise StageUsageError(f"no schedule is named {name!r}; there are {', '.join(SEARCHED)}")
 
 
-def _divisors(number: int, most: int) -> Iterator[int]:
-    return (count for count in range(1, min(number, most) + 1) if number % count == 0)
+def _to_try(values: Iterable[int], name: str) -> list[int]:
+    """Numbers that are to be tried, ascending."""
+    found = sorted(
+        {whole(value, name, StageUsageError) for value in several(values, f"{name} are several numbers to try")}
+    )
+    if not found:
+        raise StageUsageError(f"{name} are the numbers to try, but there is none")
+    if found[0] < 1:
+        raise StageUsageError(f"{name} must be at least 1, got {found[0]}")
+    return found
+
+
+def _usual(batch_size: int, num_ranks: int) -> Iterator[int]:
+    """Numbers of microbatches worth a try: those that leave no rest, and, as some batches have few, multiples of the ranks."""
+    most = min(batch_size, 8 * num_ranks)
+    multiples = {num_ranks, 2 * num_ranks, 4 * num_ranks, 8 * num_ranks}
+    return (count for count in range(1, most + 1) if batch_size % count == 0 or count in multiples)
 
 
 class _Model:
@@ -241,18 +276,19 @@ class _Model:
         """The layers of each stage."""
         return [self.layers[a:b] for a, b in itertools.pairwise((*cuts, len(self.layers)))]
 
-    def costs(self, cuts: tuple[int, ...], samples: int) -> Costs:
-        """Of the stages, for microbatches of this many samples."""
+    def costs(self, cuts: tuple[int, ...], count: int) -> Costs:
+        """Of the stages, for this many microbatches: times are for the mean of their samples, bytes for the most."""
         parts = self.parts(cuts)
+        samples, most = self.batch_size / count, -(-self.batch_size // count)
         return attrs.evolve(
             self.network,
             forward=[sum(layer.overhead + samples * layer.forward for layer in part) for part in parts],
             backward=[sum(layer.overhead + samples * layer.backward for layer in part) for part in parts],
             backward_input=None,
             backward_weight=None,
-            activation_bytes=[samples * sum(layer.activation_bytes for layer in part) for part in parts],
+            activation_bytes=[most * sum(layer.activation_bytes for layer in part) for part in parts],
             kept_bytes=None,
-            output_bytes=[samples * part[-1].output_bytes for part in parts],
+            output_bytes=[most * part[-1].output_bytes for part in parts],
             unshard=(),
             reduce_grad=(),
         )
@@ -326,7 +362,7 @@ class _Sizes:
 
     def _choice(self, cuts: tuple[int, ...], plan: Plan | None, below: float) -> PlanChoice | None:
         """These cuts, if they fit and take less than ``below`` seconds."""
-        costs = self.model.costs(cuts, self.model.batch_size // self.count)
+        costs = self.model.costs(cuts, self.count)
         placement = self.family.placement(self.num_ranks, self.depth)
         if self._least(costs, placement) >= below:
             return None

@@ -21,7 +21,8 @@ from ._costs import Costs
 from ._lower import Plan
 from ._messages import Messages
 from ._pause import collector_paused
-from ._prove import prove, require_plan
+from ._prove import prove
+from ._require import require
 from ._timeline import Event, Timeline
 
 
@@ -129,7 +130,8 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
         ScheduleError: ``plan`` is none, or costs are for another number of stages or name other ranks; or as :func:`prove`.
         DeadlockError: as :func:`prove`.
     """
-    require_plan(plan, "simulate")
+    require(plan, Plan, "simulate() takes a plan", "lower(schedule) makes one")
+    require(costs, Costs, "simulate() takes Costs", "Costs.uniform(num_stages) are the simplest")
     if costs.num_stages != plan.placement.num_stages:
         raise ScheduleError(
             f"the plan has {plan.placement.num_stages} stages but costs are given for {costs.num_stages}"

@@ -8,7 +8,9 @@ from functools import cached_property
 
 import attrs
 
+from ..exceptions import StageUsageError
 from ._action import Action, Kind
+from ._require import require
 
 
 @attrs.frozen
@@ -106,6 +108,22 @@ class Timeline:
                 cells[first:last] = _cells(event.action, last - first, with_stage=many)
             lines.append(f"{f'rank {rank}':<{prefix}}|{''.join(cells)}|")
         return "\n".join(lines)
+
+
+def require_timelines(values: Iterable[object]) -> None:
+    """Refuse what is no timeline, a simulation above all.
+
+    Raises:
+        StageUsageError: says what has one.
+    """
+    for value in values:
+        require(
+            value,
+            Timeline,
+            "pictures and traces are of timelines",
+            "simulation.timeline is a timeline",
+            error=StageUsageError,
+        )
 
 
 BESIDE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # run beside compute

@@ -9,6 +9,7 @@ from stepwell_p2p._placement import Placement
 
 from ...exceptions import ScheduleError
 from .._action import Action
+from .._require import require, several
 from .._schedule import Schedule
 
 
@@ -30,9 +31,10 @@ def custom(table: str | Sequence[str], *, name: str = "custom") -> Schedule:
     Raises:
         ScheduleError: something in the table is no action, or the schedule is not legal; says where and why.
     """
-    lines = table.splitlines() if isinstance(table, str) else list(table)
+    lines = table.splitlines() if isinstance(table, str) else several(table, _SAYS, error=ScheduleError)
     rows: list[list[Action]] = []
     for number, line in enumerate(lines, start=1):
+        require(line, str, f"line {number} of the table: {_SAYS}")
         if not line.strip():
             continue
         match = _LINE.fullmatch(line.strip())
@@ -86,4 +88,5 @@ def _cell(text: str) -> Action:
     return Action.parse(text)
 
 
+_SAYS = "a table is text, or several texts, one for each rank, for example '0F0 0F1 0B0 0B1'"
 _LINE = re.compile(r"rank\s+(?P<rank>\d+)\s*:(?P<rest>.*)")

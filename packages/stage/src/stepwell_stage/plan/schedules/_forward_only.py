@@ -6,6 +6,7 @@ from stepwell_p2p._placement import Placement
 
 from .._action import Action, Kind
 from .._count import whole_numbers
+from .._require import require
 from .._schedule import Schedule
 
 
@@ -24,6 +25,7 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
         placement: the rank of each stage; any.
         num_microbatches: M, at least 1.
     """
+    require(placement, Placement, "forward_only() takes a placement", "Placement.loop(stages, ranks) is the usual one")
     stages = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]
     done = [0] * placement.num_stages  # microbatches through each stage
     there = [num_microbatches, *done]  # before each stage, and behind the last
