@@ -137,7 +137,7 @@ def test_links_follow_from_the_receives(tmp_path: Path) -> None:
     for placement, links in (
         (Placement.loop(4, 4), [(0, 1), (1, 2), (2, 3)]),
         (Placement.loop(4, 4), [(0, 1), (0, 3), (1, 2), (2, 3)]),
-        (Placement.loop(4, 4), [(0, 2), (0, 3), (1, 2)]),
+        (Placement.loop(4, 4), [(0, 1), (0, 2), (0, 3), (1, 2)]),
         (Placement.v(4, 2), [(0, 1), (0, 2), (1, 2), (2, 3)]),
     ):
         plan = lower(forward_only(placement, 2), links)
@@ -172,10 +172,18 @@ def test_every_plan_round_trips_with_its_waits(tmp_path: Path) -> None:
         # What follows ended in errors of Python's own: IndexError, ValueError.
         ("0F0,0SEND_F0\n1RECV_F0@7,1F0\n", "link 7 -> 1 must lead from a stage to a later one of the 2 stages"),
         ("0F0,0SEND_F0\n9RECV_F0,1RECV_F0,1F0\n", "link 8 -> 9 must lead from a stage to a later one"),
-        ("0F0,0RECV_F0\n1F0\n", "link -1 -> 0 must lead from a stage to a later one"),
+        ("0F0,0RECV_F0,0SEND_F0\n1RECV_F0,1F0\n", "link -1 -> 0 must lead from a stage to a later one"),
         (f"0F0,0F{'9' * 5000}\n", "cell 2: '0F9*' is no action"),
         # This was a plan in which no value travels, and it was proved.
-        ("0F0,0REDUCE_GRAD\n1F0,1REDUCE_GRAD\n", "there is 0REDUCE_GRAD, but no SEND or RECV"),
+        (
+            "0F0,0REDUCE_GRAD\n1F0,1REDUCE_GRAD\n",
+            "bad: there is 0REDUCE_GRAD, so this is a plan, but stage 1 has no RECV_F of what it takes; without 0REDUCE_GRAD and"
+            " its like the file is a schedule",
+        ),
+        ("0F0,0SEND_F0\n1F0\n", "there is 0SEND_F0, so this is a plan, but stage 1 has no RECV_F"),
+        ("0F0,0WAIT_F0\n1F0\n", "there is 0WAIT_F0, so this is a plan, but stage 1 has no RECV_F"),
+        # So was this, where only some have no part in it.
+        ("0F0,0SEND_F0\n1RECV_F0,1F0\n2F0\n", "there is 0SEND_F0, so this is a plan, but stage 2 has no RECV_F"),
         ("0F0,0B0\n\n1F0,1X0\n", "bad.csv, line 3, cell 2: '1X0'"),
     ],
 )

@@ -171,3 +171,14 @@ def test_any_schedule_over_any_links_can_be_carried_out(seed: int, prefetch: int
     assert len(set(sent)) == len(sent)
     for rank, row in enumerate(plan.actions):
         assert tuple(a for a in row if a.kind.is_compute) == schedule.actions[rank]
+
+
+def test_every_stage_but_the_first_takes_something() -> None:
+    """A plan of several ranks without messages, or without some, was lowered and proved, and no value reached these stages."""
+    sentence = r"no link leads to stage 2: every stage but the first takes values of an earlier one"
+    for links in ([(0, 1)], [(0, 1), (0, 3), (1, 3)]):
+        with pytest.raises(ScheduleError, match=sentence):
+            lower(gpipe(4, 2), links)
+    with pytest.raises(ScheduleError, match="no link leads to stage 1"):
+        Plan(gpipe(2, 2), (), gpipe(2, 2).actions)
+    assert lower(gpipe(1, 2), []).links == ()

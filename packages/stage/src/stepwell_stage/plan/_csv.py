@@ -66,8 +66,8 @@ def from_csv(
             and the next where both are on one rank. Needed where a rank hands values to a stage of its own that is not the next.
 
     Raises:
-        ScheduleError: the file is no text, a cell is no action, the schedule is not legal, or a plan has no communication between
-            its ranks; says where and why.
+        ScheduleError: the file is no text, a cell is no action, the schedule is not legal, or in a plan nothing is received for
+            a stage; says where and why.
         OSError: the file cannot be read.
     """
     name = name or Path(path).stem
@@ -76,15 +76,15 @@ def from_csv(
     other = next((action for row in rows for action in row if not action.kind.is_compute), None)
     if other is None:
         return schedule
-    if len(rows) > 1 and all(
-        action.kind.is_compute or not action.kind.has_microbatch for row in rows for action in row
-    ):
-        raise ScheduleError(
-            f"{name}: there is {other}, but no SEND or RECV, which the plan of several ranks needs; leave {other} and its like"
-            " out, and name the stages to lower()"
-        )
-    chosen = _links(rows, schedule.placement) if links is None else links
-    return Plan(schedule, tuple(sorted(set(chosen))), [_with_waits(row) for row in rows])
+    if links is None:
+        links = sorted(_links(rows, schedule.placement))
+        missing = set(range(1, schedule.placement.num_stages)).difference(destination for _, destination in links)
+        if missing:
+            raise ScheduleError(
+                f"{name}: there is {other}, so this is a plan, but stage {min(missing)} has no RECV_F of what it takes; without"
+                f" {other} and its like the file is a schedule, of which lower() makes a plan"
+            )
+    return Plan(schedule, links, [_with_waits(row) for row in rows])
 
 
 def _read(path: str | os.PathLike[str]) -> list[list[Action]]:

@@ -43,14 +43,15 @@ def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
 
 
 def _pairs(links: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Links, if they are pairs of numbers."""
+    """Links, each once and in order, if they are pairs of numbers."""
     found = several(links, "links are several pairs of stages, for example [(0, 1), (1, 2)]", error=ScheduleError)
     for link in found:
         if len(several(link, "a link is a pair of stages, for example (0, 1)", error=ScheduleError)) != 2:
             raise ScheduleError(f"a link is a pair of stages, for example (0, 1), got {link!r}")
-    return tuple(
+    numbers = {
         (whole(source, "a stage of a link"), whole(destination, "a stage of a link")) for source, destination in found
-    )
+    }
+    return tuple(sorted(numbers))
 
 
 @attrs.frozen
@@ -63,7 +64,7 @@ class Plan:
         actions: for each rank its actions, communication included.
 
     Raises:
-        ScheduleError: a link does not lead from a stage to a later one.
+        ScheduleError: a link does not lead from a stage to a later one, or none leads to a stage.
     """
 
     schedule: Schedule
@@ -135,13 +136,12 @@ def lower(
         max_unsharded: how many sharded stages a rank may have gathered at once: those at work, and those coming next.
 
     Raises:
-        ScheduleError: a link or stage that is not there, a link that does not lead to a later stage, a limit that is too small.
+        ScheduleError: a link or stage that is not there, a link that does not lead to a later stage, a stage to which none leads,
+            a limit that is too small.
     """
     require(schedule, Schedule, "lower() takes a schedule")
     num_stages = schedule.placement.num_stages
-    chosen = (
-        tuple(sorted(set(_pairs(links)))) if links is not None else tuple((s, s + 1) for s in range(num_stages - 1))
-    )
+    chosen = _pairs(links) if links is not None else tuple((s, s + 1) for s in range(num_stages - 1))
     _check_links(chosen, num_stages)
     says = "data-parallel stages are several numbers, for example [0, 1]"
     for stage in (*several(sharded, says, error=ScheduleError), *several(reduced, says, error=ScheduleError)):
@@ -186,6 +186,11 @@ def _check_links(links: Iterable[tuple[int, int]], num_stages: int) -> None:
             raise ScheduleError(
                 f"link {source} -> {destination} must lead from a stage to a later one of the {num_stages} stages"
             )
+    alone = set(range(1, num_stages)).difference(destination for _, destination in links)
+    if alone:
+        raise ScheduleError(
+            f"no link leads to stage {min(alone)}: every stage but the first takes values of an earlier one"
+        )
 
 
 # Members of an enum are looked up through Python code before 3.12; a plan asks for them millions of times.

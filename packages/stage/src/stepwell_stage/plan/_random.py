@@ -53,9 +53,12 @@ def random_schedule(rng: random.Random, *, backward: bool | None = None, custom:
 
 
 def random_links(rng: random.Random, num_stages: int) -> list[tuple[int, int]]:
-    """Most links of the chain, and some that skip stages."""
-    pairs = [(a, b) for a in range(num_stages) for b in range(a + 1, num_stages)]
-    return [(a, b) for a, b in pairs if rng.random() < (0.9 if b == a + 1 else 0.3)]
+    """Most links of the chain, and some that skip stages; to each stage at least one."""
+    found = []
+    for stage in range(1, num_stages):
+        into = [(source, stage) for source in range(stage) if rng.random() < (0.9 if source == stage - 1 else 0.3)]
+        found += into or [(rng.randrange(stage), stage)]
+    return sorted(found)
 
 
 def _paired(row: list[Action], rng: random.Random) -> list[Action]:
