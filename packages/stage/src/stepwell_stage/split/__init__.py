@@ -40,7 +40,8 @@ A stage that took a value and found no use for it in its way says that as well, 
 one needs a gradient is followed (`_needs`), and what cannot be told, such as its memory, is refused by the line that asks
 (`_questions`). What a unit gives that is no tensor, or a shape that its inputs do not decide, its own stage compares with what
 others take it to be, who run a copy of the unit on absent tensors once for each look of its inputs (`_templates`). Plain values
-that units change are poisoned while an example is looked at (`_poison`), so that whoever else looks at them is found.
+that units change are poisoned while an example is looked at (`_poison`), so that whoever else looks at them is found. What a unit
+puts into an object that it is given, such as a cache, is put there again where it is not run (`_filling`).
 
 **What else crosses the cut.** Of tensors in one memory that glue changes in place only the first crosses; the others are made of
 it again. A value with random numbers in it, or a hook on its gradient, is made on one stage alone. What a checkpoint encloses is

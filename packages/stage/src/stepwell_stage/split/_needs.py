@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,3 +28,10 @@ def needing(tensor: torch.Tensor) -> torch.Tensor:
     with torch.enable_grad():
         made: torch.Tensor = _Made.apply(torch.zeros((), requires_grad=True), tensor)  # type: ignore[no-untyped-call]
     return made
+
+
+def apart(given: Sequence[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
+    """What a unit made, without the graph behind it; what it was given, as another tensor."""
+    if any(made is one for one in given):
+        return made.view_as(made)
+    return needing(made.data) if made.requires_grad else made

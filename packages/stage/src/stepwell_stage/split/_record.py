@@ -17,10 +17,11 @@ from .._compat import is_transformed, takes_forward_derivative
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
 from ._crossing import crossing
+from ._filling import Filling, Watched
 from ._frames import Enclosing, enclosing, source_line
 from ._glue import Glue, check_told
 from ._leaves import Given, contents, shown_by, tensors_in, with_tensors
-from ._needs import needing
+from ._needs import apart
 from ._poison import UnitState
 from ._questions import FOLLOWED
 from ._settings import Settings, may_draw
@@ -116,6 +117,7 @@ class Recorder(Glue):
         self._before = before
         self._flags, self._kept, self._sets = flags, flags.keep(), False
         self._settings = settings
+        self._found: list[tuple[str, int]] = []
         self._passed: list[tuple[Key, Key]] = []
         self._inputs: list[tuple[str, torch.Tensor]] = []
         for name, value in inputs.items():
@@ -162,6 +164,7 @@ class Recorder(Glue):
             filled(result, self._maker_of),
             frozenset(self._settings.seen),
             tuple(self._passed),
+            tuple(self._found),
         )
 
     def forget(self) -> None:
@@ -176,6 +179,10 @@ class Recorder(Glue):
     def was_written(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was changed in place."""
         return self._memory_of(tensor) in self._writers
+
+    def _is_seen(self, tensor: torch.Tensor) -> bool:
+        seen = self._seen.get(id(tensor))
+        return seen is not None and seen.tensor is tensor
 
     def _call_regions(self) -> dict[int, int | None]:
         return dict(zip((call.number for call in self._calls), self._regions_of_calls, strict=True))
@@ -292,23 +299,29 @@ class Recorder(Glue):
             self._constants,
             functools.partial(self._check_taken, name, module, (args, kwargs), set()),
             self._drawn,
+            self._is_seen,
         )
         if self._templates is None:
             start = time.perf_counter()
             before, content = versions(given), contents((args, kwargs))
+
+            def filled() -> tuple[Any, Filling | None]:
+                watched = Watched(Given(args, kwargs).objects)
+                return inside.returning(call)(*args, **kwargs), watched.told(name, self._absence.of)
+
             with inside:
-                out = self._plain.call(name, module, (args, kwargs), functools.partial(call, *args, **kwargs))
+                out, filling = self._plain.call(name, module, (args, kwargs), filled)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             check_content(name, content, out)
             # A tensor that it was given is another one on stages that do not call it; and its graph is not needed.
-            out = with_tensors(out, map(functools.partial(_apart, given), tensors_in(out)))
+            out = with_tensors(out, map(functools.partial(apart, given), tensors_in(out)))
             effects = Effects.of(given, before, list(tensors_in(out)))
-            self.examples[number] = Example(given, out, effects, self._absence)
+            self.examples[number] = Example(given, out, effects, filling, self._absence)
         else:
             templates = self._templates
 
             def made() -> Known:
-                return templates.known(name, module, call, Given(args, kwargs))
+                return templates.known(name, module, inside.returning(call), Given(args, kwargs), anew=True)
 
             try:
                 with inside:
@@ -323,6 +336,7 @@ class Recorder(Glue):
                     f"unit {name!r} gives a tensor with an attribute {known.attributes[0]!r}, which stages that receive it do not"
                     " have: return that beside it"
                 )
+        self._found += ((maker, number) for maker in inside.makers)
         for index in effects.changed:
             self._add(given[index], (number, -1), Origin.CALL, name, inputs, stays=_CHANGED)
         leaves = list(tensors_in(out))
@@ -480,10 +494,3 @@ class Recorder(Glue):
                 tensor, (self.count, -1), Origin.ALIAS, "a tensor changed in place", parents, stays=_CHANGED
             )
         return seen.position
-
-
-def _apart(given: Sequence[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
-    """What a unit gave, without the graph behind it."""
-    if any(made is one for one in given):
-        return made.view_as(made)
-    return needing(made.data) if made.requires_grad else made

@@ -346,7 +346,7 @@ def _cut(
     order = order_units(look.ways, prices)
     where = _balanced(look.ways, order, prices, count) if given is None else _given_stages(given, order, count)
     owners = place_calls(look.ways, where, order if given is not None else ())
-    _check_checkpoints(look.ways, owners)
+    _check_together(look.ways, owners)
     parts = [
         [name for name in order if any(owners[w][c.number] == stage for w, c in _calls(look.ways) if c.unit == name)]
         for stage in range(count)
@@ -404,19 +404,27 @@ def _calls(ways: Ways) -> Iterator[tuple[int, Call]]:
             yield way, call
 
 
-def _checkpoints(ways: Ways) -> Iterator[tuple[int, dict[int, str]]]:
-    """Units of one checkpoint, by the number of the call, with the way."""
+def _together(ways: Ways) -> Iterator[tuple[int, dict[int, str], str]]:
+    """Units that must be on one stage, by the number of the call, with the way; and why."""
     for way, recording in enumerate(ways.recordings):
         names = {call.number: call.unit for call in recording.calls}
         for numbers in recording.checkpointed:
-            yield way, {number: names[number] for number in numbers}
+            why = "are in one checkpoint, which runs again in backward"
+            yield way, {number: names[number] for number in numbers}, f"{why}: checkpoint each by itself"
+        for maker, number in recording.found:
+            before = {other: name for other, name in names.items() if name == maker and other < number}
+            why = (
+                "are given one object, such as a cache, in which the last finds a tensor that the first does not return"
+            )
+            yield way, before | {number: names[number]}, f"{why}: return it, and pass it on"
 
 
 def _balanced(ways: Ways, order: Sequence[str], prices: Mapping[str, float], count: int) -> dict[str, int]:
-    """The stage of each unit, where none is given: units from the first to the last of one checkpoint are together."""
-    ends = list(range(len(order)))
-    for _, names in _checkpoints(ways):
-        places = [order.index(name) for name in names.values()]
+    """The stage of each unit, where none is given: from the first to the last of those that must be together, all are."""
+    ends, place_of, whys = list(range(len(order))), {name: place for place, name in enumerate(order)}, dict[str, None]()
+    for _, names, why in _together(ways):
+        whys[why] = None
+        places = [place_of[name] for name in names.values()]
         ends[min(places)] = max(ends[min(places)], *places)
     groups: list[list[str]] = []
     end = -1
@@ -427,20 +435,20 @@ def _balanced(ways: Ways, order: Sequence[str], prices: Mapping[str, float], cou
         end = max(end, ends[place])
     if len(groups) < count:
         raise StageUsageError(
-            f"{len(order)} units make {len(groups)} groups, too few for {count} stages, for those of one checkpoint are together:"
-            f" {'; '.join(map(in_a_row, groups))}; use fewer stages, or checkpoint each unit by itself"
+            f"{len(order)} units make {len(groups)} groups, too few for {count} stages: {'; '.join(map(in_a_row, groups))}; use"
+            f" fewer stages. Some units {'; others '.join(whys)}"
         )
     starts = balance([sum(prices[name] for name in group) for group in groups], count)
     return {name: sum(start <= number for start in starts) - 1 for number, group in enumerate(groups) for name in group}
 
 
-def _check_checkpoints(ways: Ways, owners: Sequence[Mapping[int, int]]) -> None:
-    for way, names in _checkpoints(ways):
+def _check_together(ways: Ways, owners: Sequence[Mapping[int, int]]) -> None:
+    for way, names, why in _together(ways):
         stages = {owners[way][number] for number in names}
         if len(stages) > 1:
             raise StageUsageError(
-                f"units {in_a_row(dict.fromkeys(names.values()))} are in one checkpoint, which runs again in backward, but on"
-                f" stages {', '.join(map(str, sorted(stages)))}: put them on one, or checkpoint each by itself"
+                f"units {in_a_row(dict.fromkeys(names.values()))} are on stages {', '.join(map(str, sorted(stages)))}, but"
+                f" {why}, or put them on one stage"
             )
 
 

@@ -31,14 +31,14 @@ _CODE = (
     functools.partial,
 )
 _TRAINING = operator.itemgetter("training")
-_CLOSED = (*_PLAIN, *_CODE, torch.Tensor)
+CLOSED = (*_PLAIN, *_CODE, torch.Tensor)
 _OF_MODULES = frozenset(("_modules", "_parameters", "_buffers", "_stepwell_split"))
 
 Place: TypeAlias = tuple[str, Any, Any, Any]
 """A name, what holds it, under which key, and what is there."""
 
 
-def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
+def plain_in(value: Any, name: str, seen: set[int]) -> list[Place]:
     """What is kept in an object, however deep: plain values, tensors, arrays and generators of random numbers.
 
     Args:
@@ -46,6 +46,12 @@ def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
         name: what it is called.
         seen: objects that have been looked into, by identity.
     """
+    found: list[Place] = []
+    _gather(value, name, seen, found)
+    return found
+
+
+def _gather(value: Any, name: str, seen: set[int], found: list[Place]) -> None:
     held: Any
     form = _form_of(type(value))  # type: ignore[arg-type]
     if form is None or id(value) in seen:
@@ -56,7 +62,7 @@ def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
     elif form is list:
         held = list(enumerate(value))
     elif form is set:
-        yield (name, None, None, (len(value), frozenset(one for one in value if isinstance(one, _PLAIN))))
+        found.append((name, None, None, (len(value), frozenset(one for one in value if isinstance(one, _PLAIN)))))
         return
     elif form is nn.Module:
         held = [(key, one) for key, one in vars(value).items() if key not in _OF_MODULES]
@@ -70,14 +76,15 @@ def plain_in(value: Any, name: str, seen: set[int]) -> Iterator[Place]:
             held += inside.items()
             value = inside
     for key, one in held:
-        if type(one) in _ROWS and not one:  # as most of a module's tables are
+        kind = type(one)
+        if kind in _ROWS and not one:  # as most of a module's tables are
             continue
         path = f"{name}.{key}" if name else str(key)
-        now = _as_plain(one)
+        now = one if kind in PLAIN_TYPES else _as_plain(one)
         if now is not _NOT_PLAIN:
-            yield path, value, key, now
+            found.append((path, value, key, now))
         else:
-            yield from plain_in(one, path, seen)
+            _gather(one, path, seen, found)
 
 
 @functools.lru_cache(4096)
@@ -90,7 +97,7 @@ def _form_of(kind: type) -> type | None:
         nn.Module: (nn.Module,),
         object: (object,),
     }
-    return None if issubclass(kind, _CLOSED) else next(form for form, kinds in forms.items() if issubclass(kind, kinds))
+    return None if issubclass(kind, CLOSED) else next(form for form, kinds in forms.items() if issubclass(kind, kinds))
 
 
 _NOT_PLAIN = object()
@@ -98,8 +105,6 @@ _NOT_PLAIN = object()
 
 def _as_plain(value: Any) -> Any:
     """A value that can be compared later on, of what is looked at as a whole."""
-    if type(value) in PLAIN_TYPES:
-        return value
     if _is_open(type(value)):  # type: ignore[arg-type]
         return _NOT_PLAIN
     if isinstance(value, random.Random):

@@ -16,6 +16,7 @@ from torch import nn
 from .._compat import FakeTensor, is_own_attribute
 from ..exceptions import StageUsageError
 from ._absent import Absence, look_alike, memory_of, versions
+from ._filling import Filling, Untold, Watched
 from ._leaves import Given, contents, rebuilt, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
 from ._reached import as_copy
@@ -91,9 +92,16 @@ class Templates:
         return len(self._known)
 
     def known(
-        self, name: str, module: nn.Module, call: Callable[..., Any], given: Given, example: Example | None = None
+        self,
+        name: str,
+        module: nn.Module,
+        call: Callable[..., Any],
+        given: Given,
+        example: Example | None = None,
+        *,
+        anew: bool = False,
     ) -> Known:
-        """What a unit of another stage returns, and does.
+        """What a unit of another stage returns, and does; objects that it is given are filled as it would fill them.
 
         Args:
             name: of the unit.
@@ -101,10 +109,15 @@ class Templates:
             call: runs it.
             given: what it takes.
             example: if it decides by data: what it took and gave in the example.
+            anew: whether it is run also where what it does is known, if it is given objects.
         """
         key = self._key((name, module.training), given, example)
-        known = self._known.get(key)
-        return self._keep(key, self._make(name, call, given, example)) if known is None else known
+        known = None if anew and given.objects else self._known.get(key)
+        if known is None:
+            return self._keep(key, self._make(name, call, given, example))
+        if known.filling is not None:
+            known.filling.again(given.objects, self._absence.like)
+        return known
 
     def elsewhere(
         self, name: str, unit: nn.Module, shadow: nn.Module, given: Given, example: Example | None
@@ -183,18 +196,22 @@ class Templates:
     def _keep(self, key: Hashable, known: Known) -> Known:
         if len(self._known) >= _MOST:  # a number among what units are given may be another each time
             self._known.clear()
-        self._known[key] = known
+        if known.is_told:
+            self._known[key] = known
         return known
 
     def _make(self, name: str, call: Callable[..., Any], given: Given, example: Example | None) -> Known:
         if example is not None:
-            return Known(example.scaled(name, given.tensors, self._absence), example.effects)
+            scaled, filling = example.scaled(name, given.tensors, self._absence)
+            if filling is not None:
+                filling.again(given.objects, self._absence.like)
+            return Known(scaled, example.effects, filling)
         absent = [self._absence.like(tensor) for tensor in given.tensors]
         following = iter(absent)
         args, kwargs = with_tensors(given.args, following), with_tensors(dict(given.kwargs), following)
         if any(isinstance(one, _FUNCTIONS) and next(shown_by(one), None) is not None for one in given.objects):
             args, kwargs = self._remembering((args, kwargs))
-        before, content = versions(absent), contents((args, kwargs))
+        before, content, watched = versions(absent), contents((args, kwargs)), Watched(given.objects)
         # What autocast keeps of a weight that is here would be absent, and be given to others.
         keeps = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -204,7 +221,11 @@ class Templates:
         finally:
             torch.set_autocast_cache_enabled(keeps)
         check_content(name, content, result)
-        return Known(result, Effects.of(absent, before, list(tensors_in(result))))
+        effects = Effects.of(absent, before, list(tensors_in(result)))
+        try:
+            return Known(result, effects, watched.filling(self._absence.like))
+        except Untold:
+            return Known(result, effects, is_told=False)
 
     def _remembering(self, value: Any) -> Any:
         """The same with functions that remember absent tensors."""
@@ -218,11 +239,17 @@ class Known:
 
     Attributes:
         effects: what else the call does.
+        filling: what it puts into objects that it is given.
+        is_told: whether that is all that it does to them.
         attributes: names of what it puts into attributes of the tensors.
     """
 
-    def __init__(self, result: Any, effects: Effects = _NONE) -> None:
+    def __init__(
+        self, result: Any, effects: Effects = _NONE, filling: Filling | None = None, *, is_told: bool = True
+    ) -> None:
         self.effects = effects
+        self.filling = filling
+        self.is_told = is_told
         leaves: list[torch.Tensor] = []
         self._structure = structure(result, leaves, [])
         self.attributes = [name for leaf in leaves for name in vars(leaf) if is_own_attribute(name)]
@@ -307,24 +334,35 @@ class Example:
         plain: what it gave that is no tensor.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], result: Any, effects: Effects, absence: Absence) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        result: Any,
+        effects: Effects,
+        filling: Filling | None,
+        absence: Absence,
+    ) -> None:
         self.effects = effects
+        self._filling = filling
         shapes = [tuple(tensor.shape) for tensor in inputs]
-        self._looks = [_Look(leaf, shapes) for leaf in tensors_in(result)]
+        filled = () if filling is None else filling.tensors
+        self._looks = [_Look(leaf, shapes) for leaf in (*tensors_in(result), *filled)]
         self._result = with_tensors(result, map(absence.of, tensors_in(result)))
         self.plain = structure(result, [], [])
 
     def learn(self, other: Example) -> None:
         """Of the same call with inputs of other sizes: what follows them, and what is as large by chance."""
-        if self.plain == other.plain:
+        if self.plain == other.plain and len(self._looks) == len(other._looks):
             for mine, one in zip(self._looks, other._looks, strict=True):
                 mine.learn(one)
 
-    def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> Any:
-        """The result for inputs of other sizes."""
+    def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> tuple[Any, Filling | None]:
+        """The result for inputs of other sizes, and what is put into objects."""
         shapes = [tuple(tensor.shape) for tensor in inputs]
         try:
-            return with_tensors(self._result, iter([look.absent(shapes, absence) for look in self._looks]))
+            absent = iter([look.absent(shapes, absence) for look in self._looks])
+            result = with_tensors(self._result, absent)
+            return result, None if self._filling is None else self._filling.with_tensors(list(absent))
         except IndexError as error:
             raise StageUsageError(
                 f"unit {name!r} decides by data what it computes, and was called with other inputs than in the example"

@@ -108,6 +108,8 @@ class Recording:
         filled: objects in what it returns that units fill, by their number among its objects, and these units.
         settings: which of torch's settings it sets for a part of itself.
         passed: what operations give that is what they were given, by its name as their result and by its own.
+        found: units of which a call finds a tensor in an object that it is given, which the unit does not return: the unit, and
+            the call's number.
     """
 
     names: tuple[str, ...]
@@ -129,6 +131,7 @@ class Recording:
     filled: tuple[tuple[int, frozenset[str]], ...] = ()
     settings: frozenset[str] = frozenset()
     passed: tuple[tuple[Key, Key], ...] = ()
+    found: tuple[tuple[str, int], ...] = ()
 
     def goes_as(self, other: Recording) -> bool:
         """Whether another forward does the same with the same values, also where a dropout passes on what it is given in one."""

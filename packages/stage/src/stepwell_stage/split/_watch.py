@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import TorchDispatchMode, is_transformed
 from ..exceptions import StageUsageError
-from ._absent import versions, written
+from ._absent import reads, versions, written
 from ._frames import source_line
 from ._leaves import shown_by, tensors_in
 from ._settings import may_draw
@@ -32,6 +32,10 @@ class Inside(TorchFunctionMode):
         constants: likewise those that are made of no others, such as a table of positions.
         check: is called with the tensors that each operation takes.
         drawn: is called where one draws random numbers.
+        is_seen: whether glue has a tensor.
+
+    Attributes:
+        makers: other units that made something which glue has not, and of which what this one gives is made.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Inside(TorchFunctionMode):
         constants: Made,
         check: Callable[[Sequence[torch.Tensor]], None],
         drawn: Callable[[], None],
+        is_seen: Callable[[torch.Tensor], bool],
     ) -> None:
         super().__init__()
         self._unit = unit
@@ -48,6 +53,9 @@ class Inside(TorchFunctionMode):
         self._constants = constants
         self._check = check
         self._drawn = drawn
+        self._is_seen = is_seen
+        self.makers: set[str] = set()
+        self._of_others: dict[int, tuple[torch.Tensor, set[str]]] = {}  # what is made of it, by identity
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -70,6 +78,11 @@ class Inside(TorchFunctionMode):
         if name == "__get__" and not isinstance(out, torch.Tensor):
             return out
         changed = [given[number] for number in written(func, args, kwargs, given, before)]
+        others = set().union(*map(self._others, given))
+        if others:
+            if reads(name, args) or any(map(self._is_seen, changed)):
+                self.makers |= others
+            self._of_others.update((id(one), (one, others)) for one in (*tensors_in(out), *changed))
         is_constant = all(id(one) in self._constants for one in given)
         for tensor in (*(leaf for leaf in tensors_in(out) if all(leaf is not one for one in given)), *changed):
             self._made[id(tensor)] = (weakref.ref(tensor), self._unit)
@@ -78,6 +91,25 @@ class Inside(TorchFunctionMode):
             else:
                 self._constants.pop(id(tensor), None)
         return out
+
+    def returning(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call of the unit, whose result is looked at."""
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            out = call(*args, **kwargs)
+            self.makers.update(*map(self._others, tensors_in(out)))
+            self._of_others.clear()
+            return out
+
+        return seen
+
+    def _others(self, tensor: torch.Tensor) -> set[str]:
+        """The other units that made something which glue has not, and of which a tensor is made."""
+        if id(tensor) in self._of_others:
+            return self._of_others[id(tensor)][1]
+        made, unit = self._made.get(id(tensor), (None, self._unit))
+        is_hidden = made is not None and unit != self._unit and made() is tensor and not self._is_seen(tensor)
+        return {unit} if is_hidden else set()
 
 
 def check_left(constants: Made) -> None:

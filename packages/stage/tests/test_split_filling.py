@@ -1,0 +1,183 @@
+"""Objects that units fill, such as a cache: every stage finds in them what one process does, but for the data."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from split_support import Block, check, make, numbers, refused
+from torch import Tensor, nn
+
+from stepwell_stage import split
+from stepwell_stage.exceptions import StageUsageError
+
+Threads = Callable[..., Any]
+Fill = Callable[[Tensor, "Notes"], Tensor]
+
+
+class Notes:
+    """What units write into, each what it makes."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.last: deque[Any] = deque()
+
+
+class Writes(Block):
+    runs = 0
+
+    def __init__(self, fill: Fill, *, looks: bool = False) -> None:
+        super().__init__()
+        self.fill = fill
+        self.looks = looks
+
+    def forward(self, x: Tensor, notes: Notes | None = None) -> Tensor:
+        Writes.runs += 1
+        if self.looks and float(x.detach().sum()) == float("inf"):
+            return x
+        assert notes is not None
+        return super().forward(self.fill(x, notes))
+
+
+class Row(nn.Module):
+    """Layers that are given notes which each forward makes anew."""
+
+    def __init__(self, fill: Fill, after: Fill, layers: int = 6, *, looks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Writes(fill, looks=looks) for _ in range(layers))
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes = Notes()
+        for layer in self.layers:
+            x = layer(x, notes)
+        return self.after(x, notes)
+
+
+def append(x: Tensor, notes: Notes) -> Tensor:
+    notes.rows.append(x * 2)
+    return x
+
+
+def by_number(x: Tensor, notes: Notes) -> Tensor:
+    notes.rows.append(x * 2)
+    return x * len(notes.rows)
+
+
+def by_the_first(x: Tensor, notes: Notes) -> Tensor:
+    notes.rows.append(torch.cat([x, x], 1))
+    return x / notes.rows[0].shape[1]
+
+
+def another_list(x: Tensor, notes: Notes) -> Tensor:
+    notes.rows = [*notes.rows, x.sum()]
+    return x * len(notes.rows)
+
+
+def nested(x: Tensor, notes: Notes) -> Tensor:
+    if not notes.rows:
+        notes.rows.append({"made": [], "by": Notes()})
+    notes.rows[0]["made"].append(x)
+    notes.rows[0]["by"].first = x[:, :1]
+    return x / (len(notes.rows[0]["made"]) + notes.rows[0]["by"].first.shape[1])
+
+
+def in_a_deque(x: Tensor, notes: Notes) -> Tensor:
+    notes.last.append(x)
+    return x / len(notes.last)
+
+
+def taken_out(x: Tensor, notes: Notes) -> Tensor:
+    notes.rows += [x, x]
+    if len(notes.rows) > 3:
+        del notes.rows[1:]
+    return x / len(notes.rows)
+
+
+def same(x: Tensor, notes: Notes) -> Tensor:
+    return x
+
+
+def by_numbers(x: Tensor, notes: Notes) -> Tensor:
+    return x * (1 + len(notes.rows) + len(notes.last))
+
+
+def by_shapes(x: Tensor, notes: Notes) -> Tensor:
+    return x * sum(row.shape[0] * row.shape[1] for row in notes.rows)
+
+
+def steps(count: int = 2) -> list[list[dict[str, Any]]]:
+    return [[{"x": numbers(10 * step + part)} for part in range(3)] for step in range(count)]
+
+
+@pytest.mark.parametrize("after", [same, by_numbers, by_shapes])
+@pytest.mark.parametrize("fill", [append, by_number, by_the_first])
+def test_what_units_put_into_an_object_counts_in_every_microbatch(threads: Threads, fill: Fill, after: Fill) -> None:
+    """Units of other stages were run on absent tensors for the first microbatch alone, and left the object of each later one
+    empty: its length was another one in each stage, and so were the losses, silently.
+    """
+    check(threads, make(lambda: Row(fill, after)), [{"x": numbers(0)}], steps(), ranks=3)
+
+
+@pytest.mark.parametrize("fill", [another_list, nested, in_a_deque, taken_out])
+def test_objects_are_changed_in_many_ways(threads: Threads, fill: Fill) -> None:
+    check(threads, make(lambda: Row(fill, by_numbers)), [{"x": numbers(0)}], steps(), ranks=3)
+
+
+@pytest.mark.parametrize("fill", [append, by_the_first])
+def test_units_that_decide_by_data_fill_objects_too(threads: Threads, fill: Fill) -> None:
+    row = make(lambda: Row(fill, by_shapes, looks=True))
+    check(threads, row, [{"x": numbers(0)}], [[{"x": numbers(n, 2 + n)} for n in range(3)]], shapes="dynamic")
+
+
+def test_what_cannot_be_done_again_without_running_the_unit(threads: Threads) -> None:
+    row = make(lambda: Row(in_a_deque, by_numbers, looks=True))
+    refused(
+        threads, r"'layers\.0' decides by data .* changes an object that it is given", row, [steps()[0][0]], steps()
+    )
+
+
+def test_no_unit_of_another_stage_is_run_again() -> None:
+    """A model of transformers fills a cache unless it is told not to: every forward of a stage ran all units of the others anew,
+    for it found another cache than the one before.
+    """
+    module = split(make(lambda: Row(append, same)), 2, example=numbers(0)).module(1)
+    received = numbers(1).requires_grad_()
+    module(received, x=numbers(0))
+    Writes.runs = 0
+    for _ in range(3):
+        module(received, x=numbers(0))
+    assert Writes.runs == 3 * 3
+
+
+class Shares(nn.Module):
+    """As if a layer attended to the keys of an earlier one."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Writes(self.fourth_takes_third if n == 3 else append) for n in range(layers))
+
+    @staticmethod
+    def fourth_takes_third(x: Tensor, notes: Notes) -> Tensor:
+        return x + notes.rows[2].sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes = Notes()
+        for layer in self.layers:
+            x = layer(x, notes)
+        return x
+
+
+def test_units_that_find_what_others_put_there_are_on_one_stage(threads: Threads) -> None:
+    """They were cut apart, and refused only in the first step, as if they had found a table without data in a class."""
+    said = check(threads, make(Shares), [{"x": numbers(0)}], steps(), ranks=4)
+    assert any("layers.2, layers.3" in line for line in said.splitlines())
+    with pytest.raises(
+        StageUsageError, match=r"layers\.2, layers\.3 are on stages 0, 1, but .* return it, and pass it on"
+    ):
+        split(make(Shares), {"layers.3": 1}, example=numbers(0))
+    with pytest.raises(StageUsageError, match=r"4 units make 3 groups.* such as a cache"):
+        split(make(lambda: Shares(4)), 4, example=numbers(0))
