@@ -168,7 +168,7 @@ def is_in_checkpoint() -> bool:
     """Whether what is computed now is in an activation checkpoint of torch's, which may compute it again in backward."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = top and top(True)
-    if hooks and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+    if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:

@@ -63,7 +63,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise StageUsageError(
                     f"stage {self._stage} draws random numbers (torch.ops.{func}) within a checkpoint, which sets torch's"
                     " generator back to draw them again in backward. Ranks that are threads of one process share that generator,"
-                    " so others would be drawn, and gradients would be wrong: run each rank in a process of its own, with torchrun"
+                    " so others would be drawn, and gradients wrong: run each rank in a process of its own, with torchrun"
                 )
         return func(*args, **(kwargs or {}))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
@@ -32,6 +33,7 @@ from stepwell_p2p import Edge, Handle, Op, OpKind, Packing, Send, Transport, Wir
 
 from ._classes import with_classes
 from ._inbox import Coming, Expected, Going, Inbox, Learn
+from ._lent import sharing
 from ._looks import Crossing, LinkLooks, select
 
 
@@ -47,6 +49,7 @@ class LinkPlace:
         first_message: number of the link's first message among those that ``source`` sends.
         first_gradient: likewise of its first gradient among those that ``destination`` sends.
         packs: whether small values travel together; not where somebody else runs the messages, value by value.
+        lent: which values later stages get too.
     """
 
     source: int
@@ -56,6 +59,7 @@ class LinkPlace:
     first_message: int = 0
     first_gradient: int = 0
     packs: bool = True
+    lent: tuple[int, ...] = ()
 
 
 class _End(abc.ABC):
@@ -154,7 +158,9 @@ class _End(abc.ABC):
         group = self.groups[microbatch]
         found = self._crossings.get(group)
         if found is None:
-            found = self._crossings[group] = Crossing.of(self.looks, group, packs=self.place.packs)
+            found = self._crossings[group] = Crossing.of(
+                self.looks, group, packs=self.place.packs, lent=self.place.lent
+            )
         self._known[microbatch] = found
         return found
 
@@ -291,7 +297,8 @@ class InLink(_End):
         return meta.without_grad().empty(self._device).zero_()
 
     def _learn(self, group: int, payload: bytes) -> None:
-        self.looks.values[group] = with_classes(decode(payload), self._classes)
+        look, self.looks.shared[group] = decode(payload)
+        self.looks.values[group] = with_classes(look, self._classes)
 
     def _look(self, microbatch: int) -> Coming | Learn | None:
         group = self.groups[microbatch]
@@ -336,6 +343,17 @@ class OutLink(_End):
         group = self.groups[microbatch]
         look = None if group in self.looks.values else select(outputs, self.place.wires)
         values = leaves if self._numbers is None else [leaves[number] for number in self._numbers]
+        if group not in self.looks.shared:
+            shared = sharing(leaves)
+            mine = [n for n, output in enumerate(self.numbers(len(leaves))) if output in shared]
+            self.looks.shared[group] = tuple(mine)
+            if mine and look is None:  # all was declared: nothing more is said to the other stage
+                warnings.warn(
+                    f"outputs of stage {self.place.source} share memory ({mine} of what stage {self.place.destination} takes),"
+                    " which stages that declare their values do not tell one another: if the latter writes to one of them in"
+                    " place, the others do not change as they do in one process: return copies",
+                    stacklevel=2,
+                )
         if self.other is not None:
             if look is not None:
                 self.looks.values[group] = look
@@ -358,7 +376,9 @@ class OutLink(_End):
             if group not in self.looks.values:
                 op = self._send_ops(microbatch, 1)[0]
                 look = self.looks.values[group] = self._unsaid.pop(group)
-                self._sent[microbatch] = send_values(self._transport, op, encode(look), locals_)
+                self._sent[microbatch] = send_values(
+                    self._transport, op, encode((look, self.looks.shared[group])), locals_
+                )
                 return
             if not locals_:
                 return

@@ -31,10 +31,12 @@ class LinkLooks:
         values: the values, and how they are put together to arguments.
         grads: the gradients of those values that require grad, in order. Known beforehand for plain tensors, whose gradients look
             like themselves; learned from the first that comes where there are DTensors, whose gradients may be placed otherwise.
+        shared: which of the values share memory with other outputs of their stage.
     """
 
     values: dict[int, ForwardMeta] = attrs.field(factory=dict)
     grads: dict[int, BackwardMeta] = attrs.field(factory=dict)
+    shared: dict[int, tuple[int, ...]] = attrs.field(factory=dict)
 
     def grads_of(self, group: int) -> Sequence[AnyMeta | None] | None:
         """What the gradients look like, or None where that is not known."""
@@ -82,6 +84,7 @@ class Crossing:
         grads_packing: how the gradients travel.
         has_dtensors: whether a received tensor may be a shard that is to be made whole.
         is_flat: whether the received tensors, in order, are the arguments.
+        lent: which values are not the taker's alone.
     """
 
     structure: Structure
@@ -93,9 +96,10 @@ class Crossing:
     grads_packing: Packing
     has_dtensors: bool
     is_flat: bool
+    lent: tuple[int, ...]
 
     @classmethod
-    def of(cls, looks: LinkLooks, group: int, *, packs: bool) -> Crossing:
+    def of(cls, looks: LinkLooks, group: int, *, packs: bool, lent: Sequence[int] = ()) -> Crossing:
         """From what is known of a group, whose values are."""
         values, options = looks.values[group], {} if packs else {"small": -1}
         metas = tuple(values.outputs)
@@ -116,6 +120,7 @@ class Crossing:
             Packing([_local(meta) for meta in back_metas], **options),
             any(isinstance(meta, DTensorMeta) for meta in (*metas, *back_metas)) or grad_looks is None,
             all(part == _TENSOR for part in parts),
+            tuple({*lent, *looks.shared.get(group, ())}),
         )
 
 

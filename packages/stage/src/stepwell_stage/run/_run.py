@@ -27,6 +27,7 @@ from ._announce import Announcer, Word
 from ._bind import Around, Handlers, bind
 from ._draws import Draws, are_threads
 from ._inbox import Inbox
+from ._lent import lent_by_wires
 from ._link import InLink, LinkPlace, OutLink
 from ._looks import LinkLooks
 from ._opening import Opening
@@ -327,6 +328,8 @@ class Run:
                 wiring.between(source, destination),
                 wiring.first_message(source, destination),
                 wiring.first_gradient(source, destination),
+                # Stages that split() makes run what stands between units each by itself, also what is written there.
+                lent=() if stage.parts else lent_by_wires(wiring.between(source, destination), wiring.wires),
             )
             inbox = self._inboxes.get(ranks[source if destination == index else destination])
             if destination == index:

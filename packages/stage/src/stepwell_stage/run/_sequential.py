@@ -140,7 +140,8 @@ def split_sequential(
 
     For an ``nn.Sequential``, and for a model whose forward is written as steps: an embedding, a loop over an ``nn.ModuleList`` of
     blocks, a head, and code around them. What one part computes and a later one needs crosses the cut: also several values, masks
-    and plain numbers. Variables that share memory cross as separate tensors. Parts keep the names of parameters and buffers.
+    and plain numbers. Variables that share memory cross as separate tensors, and a part that
+    writes to one of them is refused. Parts keep the names of parameters and buffers.
 
     The source of the forward is read for that, and nothing is run; so the model may be on the meta device, where it costs
     nothing, and each rank materialises its own part only.

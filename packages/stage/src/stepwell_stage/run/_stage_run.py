@@ -19,6 +19,7 @@ from stepwell_meta.exceptions import PipeliningMetadataError, UnsupportedValueEr
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
 from ._draws import Draws
+from ._lent import Lent
 from ._link import InLink, OutLink
 from ._looks import LinkLooks, forward_meta, same_look
 from ._loss import take_apart
@@ -155,10 +156,17 @@ class StageRun:
 
     def _forward(self, microbatch: int) -> Any:
         received: Sequence[torch.Tensor] = ()
+        lent: list[int] = []
         for link in self._ins:
             values = link.take(microbatch, with_grad=self.has_backward)
+            lent += [len(received) + number for number in link.crossing(microbatch).lent]
             received = [*received, *values] if received else values
-        value = self.program.forward(microbatch, received, functools.partial(self._call, microbatch))
+        call = functools.partial(self._call, microbatch)
+        value = (
+            self._run_lent(microbatch, received, call, lent)
+            if lent
+            else self.program.forward(microbatch, received, call)
+        )
         if self._is_last:
             self._finish(microbatch, value)
             return value
@@ -248,6 +256,25 @@ class StageRun:
             return (tuple(value) if type(value) in (tuple, list) else (value,)), kwargs
         args = dict(zip(self._positions, received, strict=True))
         return tuple(args[position] for position in range(len(args))), kwargs
+
+    def _run_lent(
+        self,
+        microbatch: int,
+        received: Sequence[torch.Tensor],
+        call: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], Mapping[str, Any]]],
+        numbers: Sequence[int],
+    ) -> Any:
+        """Run the module on values of which some are not its alone."""
+        lent = Lent(call, numbers)
+        value = self.program.forward(microbatch, received, lent)
+        written = lent.written()
+        if written is not None:
+            raise StageUsageError(
+                f"stage {self.index} writes in place to received value {written}, which shares memory with another value or goes"
+                " to another stage too: in one process both would change, but each stage has a copy: write to a .clone() of it,"
+                " or let the stage that returns it return copies"
+            )
+        return value
 
     def _weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)

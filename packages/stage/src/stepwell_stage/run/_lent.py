@@ -1,0 +1,91 @@
+"""Values that are not a stage's alone: others share their memory, or a later stage gets them too.
+
+In one process, who writes to such a value in place changes it for all. Between stages each has a copy, and the others would go on
+with what it was. So a stage that writes to one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepwell_meta import to_local_if_dtensor
+from stepwell_p2p import Wire
+
+
+class Lent:
+    """Makes a stage's arguments of what it received, and knows which of that was written to. Mutable.
+
+    Args:
+        call: what makes them.
+        numbers: of the received values that are not this stage's alone.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], Mapping[str, Any]]],
+        numbers: Sequence[int],
+    ) -> None:
+        self._call = call
+        self._numbers = numbers
+        self._versions: list[tuple[int, torch.Tensor, int]] = []
+
+    def __call__(self, received: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        values = [(number, received[number]) for number in self._numbers]
+        # Tensors of inference mode do not count what is written to them.
+        self._versions = [(number, value, value._version) for number, value in values if not value.is_inference()]
+        return self._call(received)
+
+    def written(self) -> int | None:
+        """The first of them that was written to."""
+        return next((number for number, value, version in self._versions if value._version != version), None)
+
+
+def sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The numbers of tensors that have memory in common with others of them."""
+    found: set[int] = set()
+    of_storage: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        local = to_local_if_dtensor(tensor).detach()
+        if local.numel():
+            of_storage.setdefault(local.untyped_storage().data_ptr(), []).append((number, local))
+    for members in of_storage.values():
+        if len(members) > 1:
+            found |= _overlapping(members)
+    return found
+
+
+def lent_by_wires(wires: Sequence[Wire] | None, every: Sequence[Wire] | None) -> tuple[int, ...]:
+    """Which values of a link another input gets too, of the same stage or a later one.
+
+    Args:
+        wires: of the link, by input; None for a chain.
+        every: of the pipeline.
+    """
+
+    def others(wire: Wire) -> bool:
+        return any(
+            other != wire
+            and (other.source, other.output) == (wire.source, wire.output)
+            and other.destination >= wire.destination
+            for other in every or ()
+        )
+
+    return tuple(number for number, wire in enumerate(wires or ()) if others(wire))
+
+
+def _overlapping(members: Sequence[tuple[int, torch.Tensor]]) -> set[int]:
+    """Of tensors in one storage the numbers of those that have an element in common with another."""
+    sizes = {local.element_size() for _, local in members}
+    if len(sizes) > 1:
+        return {number for number, _ in members}
+    storage = members[0][1].untyped_storage()
+    users = torch.zeros(storage.nbytes() // sizes.pop(), dtype=torch.uint8, device=storage.device)
+    places = []
+    for number, local in members:
+        once = [size if stride else 1 for size, stride in zip(local.shape, local.stride(), strict=True)]
+        places.append((number, users.as_strided(once, local.stride(), local.storage_offset())))
+        places[-1][1].add_(1)
+    return {number for number, place in places if bool((place > 1).any())}
