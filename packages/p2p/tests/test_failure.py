@@ -107,7 +107,12 @@ def test_a_rank_that_is_killed_ends_every_wait(workers: WorkerPool) -> None:
 
 
 def hangs_in_the_middle() -> tuple[float, str, object, object]:
-    transport = C10dTransport(placement=Placement.loop(4, 4), timeout=2.0)
+    transport = C10dTransport(placement=Placement.loop(4, 4), timeout=20.0)
+    link = transport._link
+    assert link is not None
+    link.timeout = link.own_timeout = timedelta(
+        seconds=2
+    )  # of the chain's waits alone: the others may come late to the opening
     result = outcome_of(transport, lambda: others_done(culprit=1))
     transport.close()
     return result

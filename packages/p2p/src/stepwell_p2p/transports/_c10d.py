@@ -20,6 +20,7 @@ from .._batch import PendingOp, check_op
 from .._buffers import BufferPool
 from .._channels import ChannelPolicy, channels_for
 from .._failure import Failure
+from .._kinds import check_kinds
 from .._layout import check_buffer, place, row_major
 from .._link import Flight, Link, backend_for, leave, link_of
 from .._meeting import meet, open_together, probe_tag
@@ -91,6 +92,11 @@ class C10dTransport:
             raise P2PUsageError("wires join the stages of a placement: pass that too, or call open with both")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise P2PUsageError(
+                f"group must be a process group that this rank is in, got {group!r}; new_group gives"
+                " GroupMember.NON_GROUP_MEMBER to ranks outside: they make no transport"
+            )
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
         self.device = torch.device(device) if device is not None else _default_device(group)
@@ -151,10 +157,14 @@ class C10dTransport:
         if failure is not None:
             raise failure.error()
         handle = _Batch(self)
-        if link is None or link.gloo:
-            self._post_tagged(batch, handle, link)
-        else:
-            self._post_fifo(batch, handle, link)
+        try:
+            if link is None or link.gloo:
+                self._post_tagged(batch, handle, link)
+            else:
+                self._post_fifo(batch, handle, link)
+        except (AttributeError, TypeError) as error:
+            check_kinds(batch, error)
+            raise
         if link is not None and handle.flights:
             link.pending[handle] = None
         return handle
@@ -203,17 +213,11 @@ class C10dTransport:
         """
         if self._link is None:
             raise P2PUsageError("torch's P2P ops need an initialised process group of at least 2 ranks")
-        ops = []
-        for item in batch:
-            check_op(item.op, self.rank, self.size, is_send=isinstance(item, Send))
-            if item.op.peer == self.rank:
-                raise P2PUsageError(f"{item.op} stays on its rank: hand the value over instead")
-            tensor = self._outgoing(item) if isinstance(item, Send) else self._incoming(item)
-            form = (tuple(tensor.shape), tensor.dtype)
-            tag = tag_of(item.op) + check_of(*form) if self.rules.tagged else 0
-            verb = dist.isend if isinstance(item, Send) else dist.irecv
-            ops.append(dist.P2POp(verb, tensor, group=self._group, tag=tag, group_peer=item.op.peer))
-        return ops
+        try:
+            return [self._as_p2p_op(item) for item in batch]
+        except (AttributeError, TypeError) as error:
+            check_kinds(batch, error)
+            raise
 
     def close(self) -> None:
         """Release channels; see :meth:`stepwell_p2p.Transport.close`."""
@@ -236,6 +240,16 @@ class C10dTransport:
     def _forget_routes(self) -> None:
         for routes in self._routes:
             routes.clear()
+
+    def _as_p2p_op(self, item: Send | Recv) -> dist.P2POp:
+        check_op(item.op, self.rank, self.size, is_send=isinstance(item, Send))
+        if item.op.peer == self.rank:
+            raise P2PUsageError(f"{item.op} stays on its rank: hand the value over instead")
+        tensor = self._outgoing(item) if isinstance(item, Send) else self._incoming(item)
+        form = (tuple(tensor.shape), tensor.dtype)
+        tag = tag_of(item.op) + check_of(*form) if self.rules.tagged else 0
+        verb = dist.isend if isinstance(item, Send) else dist.irecv
+        return dist.P2POp(verb, tensor, group=self._group, tag=tag, group_peer=item.op.peer)
 
     def _find_route(self, item: Send | Recv) -> _Route:
         op, is_send = item.op, isinstance(item, Send)
@@ -263,6 +277,8 @@ class C10dTransport:
 
     def _incoming(self, item: Recv, pooled: TensorMeta | None = None) -> torch.Tensor:
         buffer = item.buffer
+        if not isinstance(item.meta, TensorMeta):
+            raise TypeError(item)
         if buffer is not None:
             check_buffer(buffer, item.meta)
             if buffer.is_contiguous() and buffer.device == self._wire_device:
@@ -274,6 +290,8 @@ class C10dTransport:
     def _check_own(self, item: Send | Recv) -> None:
         if isinstance(item, Send):
             row_major(item.tensor)
+        elif not isinstance(item.meta, TensorMeta):
+            raise TypeError(item)
         elif item.buffer is not None:
             check_buffer(item.buffer, item.meta)
 
@@ -406,7 +424,7 @@ def _is_send(item: Send | Recv) -> bool:
 class _Batch:
     """A handle: what one ``post`` started."""
 
-    __slots__ = ("flights", "posted", "received", "result", "transport", "waiting_since")
+    __slots__ = ("flights", "lock", "posted", "received", "result", "transport", "waiting_since")
 
     def __init__(self, transport: C10dTransport) -> None:
         self.transport = transport
@@ -415,22 +433,24 @@ class _Batch:
         self.result: tuple[torch.Tensor, ...] | None = None
         self.posted = time.monotonic()
         self.waiting_since: float | None = None
+        self.lock = threading.Lock()
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        if self.result is None:
-            if self.flights:
-                self._block()
-            device = self.transport.device
-            self.result = tuple(
-                [
-                    place(value.take() if isinstance(value, OwnReceive) else value, recv.meta, device, recv.buffer)
-                    for recv, value in self.received
-                ]
-                if self.received
-                else ()
-            )
-            self.received = []
-        return self.result
+        with self.lock:  # another thread may wait for the same handle, and a backend wakes one of them only
+            if self.result is None:
+                if self.flights:
+                    self._block()
+                device = self.transport.device
+                self.result = tuple(
+                    [
+                        place(value.take() if isinstance(value, OwnReceive) else value, recv.meta, device, recv.buffer)
+                        for recv, value in self.received
+                    ]
+                    if self.received
+                    else ()
+                )
+                self.received = []
+            return self.result
 
     def _block(self) -> None:
         link = self.transport._link

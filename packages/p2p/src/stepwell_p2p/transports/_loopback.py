@@ -20,9 +20,12 @@ from collections.abc import Hashable, Sequence
 import attrs
 import torch
 
+from stepwell_meta import TensorMeta
+
 from .._batch import PendingOp, check_op, describe, misfit, out_of_order
 from .._channels import ChannelPolicy
 from .._failure import Failure
+from .._kinds import check_kinds
 from .._layout import check_buffer, place, row_major
 from .._op import Op
 from .._transport import Recv, Rules, Send
@@ -34,7 +37,7 @@ _log = logging.getLogger(__name__)
 class LoopbackFabric:
     """The network between the ranks of one process: one object, shared by their threads.
 
-    Each rank is meant to be one thread.
+    Each rank is meant to be one thread. Others may wait for its handles too, but a rank counts as waiting as soon as one does.
 
     Example::
 
@@ -47,6 +50,9 @@ class LoopbackFabric:
         channels: for rules that are not tagged, which messages share a channel.
         timeout: seconds after which a wait gives up.
         stall_after: seconds after which a wait says in the log what it waits for.
+
+    Raises:
+        P2PUsageError: an argument is wrong.
     """
 
     def __init__(
@@ -58,20 +64,24 @@ class LoopbackFabric:
         timeout: float = 300.0,
         stall_after: float = 30.0,
     ) -> None:
-        if size < 1:
-            raise P2PUsageError(f"a fabric needs at least 1 rank, got {size}")
+        if not isinstance(size, int) or size < 1:
+            raise P2PUsageError(f"a fabric needs at least 1 rank, got {size!r}")
+        if not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
+            raise P2PUsageError(
+                f"a wait may take more than 0 s and at most {threading.TIMEOUT_MAX:.0f} s, got timeout={timeout!r}"
+            )
         self.size = size
         self.rules = rules or Rules(tagged=True, rendezvous=False)
         self.channels = ChannelPolicy.of(channels)
         self.timeout = timeout
         self.stall_after = stall_after
         self._lock = threading.Lock()
-        # Per rank what its waiting threads sleep on: locks that are taken, and let go of to wake them. A Condition does the same
-        # in three times the time.
-        self._bells: list[list[threading.Lock]] = [[] for _ in range(size)]
+        # Per rank, for each thread that sleeps: the handle it waits for, and a lock that is taken, and let go of once to wake it:
+        # a third of the cost of a Condition. Who is woken is off the list, for it may post before it sleeps again.
+        self._asleep: list[list[tuple[_Batch, threading.Lock]]] = [[] for _ in range(size)]
+        self._results = [threading.Lock() for _ in range(size)]  # held while a thread of the rank takes what came
         self._taken = [False] * size
         self._closed = [False] * size
-        self._waiting: list[_Batch | None] = [None] * size
         self._pending: list[dict[_Batch, None]] = [{} for _ in range(size)]
         self._failure: Failure | None = None
         self._sends: dict[Hashable, deque[_Piece]] = {}
@@ -89,8 +99,8 @@ class LoopbackFabric:
         Raises:
             P2PUsageError: there is no such rank, or it is taken.
         """
-        if not 0 <= rank < self.size:
-            raise P2PUsageError(f"this fabric has ranks 0 to {self.size - 1}, got {rank}")
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise P2PUsageError(f"this fabric has ranks 0 to {self.size - 1}, got {rank!r}")
         with self._lock:
             if self._taken[rank]:
                 raise P2PUsageError(f"rank {rank} of this fabric is taken; make a new LoopbackFabric for a new run")
@@ -157,15 +167,13 @@ class LoopbackFabric:
                 self._moved.append(piece.lane)
         if batch.missing == 0 or batch.error:
             self._pending[batch.rank].pop(batch, None)
-            if self._waiting[batch.rank] is batch:
-                self._waiting[batch.rank] = None
-            self._ring(batch.rank)
+            self._wake(batch.rank)
 
-    def _ring(self, rank: int) -> None:
+    def _wake(self, rank: int) -> None:
         """Wake the rank's waiting threads, to look again."""
-        bells = self._bells[rank]
-        while bells:
-            bells.pop().release()
+        asleep = self._asleep[rank]
+        while asleep:
+            asleep.pop()[1].release()
 
     def _settle(self) -> None:
         """Let each channel's next batch start where the one before it is done, until nothing moves any more."""
@@ -177,14 +185,10 @@ class LoopbackFabric:
                     self._activate_group(lane[0])
 
     def _check_stuck(self) -> None:
-        """End every wait if no rank is left that could still post something. A wait of a closed rank ends anyway."""
-        if self._waiting.count(None) > sum(self._closed):  # nearly always, so asked in the quickest way
+        """End every wait if no rank is left that could still post something. No thread of a closed rank is asleep."""
+        if self._asleep.count([]) > sum(self._closed):
             return
-        waiting = [
-            batch for batch in self._waiting if batch is not None and not batch.over and not self._closed[batch.rank]
-        ]
-        if not waiting or len(waiting) + sum(self._closed) < self.size:
-            return
+        waiting = [batch for asleep in self._asleep for batch in dict.fromkeys(batch for batch, _ in asleep)]
         stuck = "; ".join(f"rank {batch.rank} waits for {describe(batch.open_ops())}" for batch in waiting)
         gone = [str(rank) for rank, closed in enumerate(self._closed) if closed]
         also = f" Closed already: rank {', '.join(gone)}." if gone else ""
@@ -192,18 +196,18 @@ class LoopbackFabric:
             batch.error = (
                 f"every rank waits and no message is on its way. {stuck}.{also} (prove_order explains a bad order)"
             )
-            self._ring(batch.rank)
+            self._wake(batch.rank)
 
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:
             self._failure = failure
             for rank in range(self.size):
-                self._ring(rank)
+                self._wake(rank)
 
     def _close(self, rank: int) -> None:
         self._closed[rank] = True
         self._pending[rank].clear()
-        self._ring(rank)
+        self._wake(rank)
         self._check_stuck()
         if all(self._closed):  # nobody is left to take what was sent and not received
             self._sends.clear()
@@ -257,10 +261,6 @@ class _Batch:
         self.posted = time.monotonic()
         self._result: tuple[torch.Tensor, ...] | None = None
 
-    @property
-    def over(self) -> bool:
-        return self.missing == 0 or self.error is not None
-
     def open_ops(self) -> list[Op]:
         return [piece.item.op for piece in self.pieces if not piece.done]
 
@@ -268,45 +268,54 @@ class _Batch:
         if self._result is None:
             if self.missing or self.error is not None or self.fabric._failure is not None:
                 self._block()
-            self._result = tuple(
-                [
-                    place(piece.value, piece.item.meta, self.device, piece.item.buffer)  # type: ignore[arg-type, union-attr]
-                    for piece in self.pieces  # a receive that is done has its value
-                    if not piece.is_send
-                ]
-            )
-            self.pieces.clear()
+            received = [piece for piece in self.pieces if not piece.is_send]
+            if received:
+                with self.fabric._results[self.rank]:  # another thread may wait for the same handle
+                    if self._result is None:
+                        self._result = tuple(
+                            [
+                                place(piece.value, piece.item.meta, self.device, piece.item.buffer)  # type: ignore[arg-type, union-attr]
+                                for piece in received  # each is done, so it has its value
+                            ]
+                        )
+            elif self._result is None:  # else another thread has taken all
+                self._result = ()
+            self.pieces = []
         return self._result
 
     def _block(self) -> None:
-        fabric, bell = self.fabric, threading.Lock()
-        bell.acquire()
-        start = time.monotonic()
-        deadline = start + fabric.timeout
-        wake_at = min(deadline, start + fabric.stall_after)
-        try:
-            while self.missing or self.error is not None or fabric._failure is not None:
+        fabric, start = self.fabric, time.monotonic()
+        asleep = fabric._asleep[self.rank]
+        while self.missing or self.error is not None or fabric._failure is not None:
+            bell = threading.Lock()  # a new one each time: whoever still has the old one may ring it
+            bell.acquire()
+            try:
                 with fabric._lock:
                     if not self._may_come():
                         return
-                    fabric._waiting[self.rank] = self
-                    if bell not in fabric._bells[self.rank]:
-                        fabric._bells[self.rank].append(bell)
+                    asleep.append((self, bell))
                     fabric._check_stuck()
-                if bell.acquire(timeout=max(0.0, wake_at - time.monotonic())):
-                    continue
-                words = describe(self.open_ops())
-                if wake_at == deadline:
-                    raise TransportError(f"rank {self.rank} waited {fabric.timeout:g} s for {words}")
-                _log.warning("rank %d has waited %.0f s for %s", self.rank, time.monotonic() - start, words)
-                wake_at = deadline
-        except BaseException:
-            with fabric._lock:
-                if fabric._waiting[self.rank] is self:
-                    fabric._waiting[self.rank] = None
-                if bell in fabric._bells[self.rank]:
-                    fabric._bells[self.rank].remove(bell)
-            raise
+                self._sleep(bell, start)
+            except BaseException:
+                with fabric._lock:
+                    if (self, bell) in asleep:
+                        asleep.remove((self, bell))
+                raise
+
+    def _sleep(self, bell: threading.Lock, start: float) -> None:
+        """Until the bell rings; a warning on the way, where it takes long."""
+        fabric, now = self.fabric, time.monotonic()
+        stall, end = start + fabric.stall_after, start + fabric.timeout
+        if now < stall < end:
+            if bell.acquire(timeout=stall - now):
+                return
+            now = time.monotonic()
+            _log.warning("rank %d has waited %.0f s for %s", self.rank, now - start, describe(self.open_ops()))
+        if bell.acquire(timeout=max(0.0, end - now)):
+            return
+        with fabric._lock:
+            if self._may_come():  # and did not in the last moment
+                raise TransportError(f"rank {self.rank} waited {fabric.timeout:g} s for {describe(self.open_ops())}")
 
     def _may_come(self) -> bool:
         """Whether what is missing may still come; False where all is there."""
@@ -342,20 +351,25 @@ class LoopbackTransport:
         """Start every message of the batch; see :meth:`stepwell_p2p.Transport.post`."""
         fabric = self.fabric
         handle = _Batch(fabric, self.rank, self.device)
-        for item in batch:
-            is_send = isinstance(item, Send)
-            known = self._sends if is_send else self._recvs
-            message = known.get(item.op)
-            if message is None:
-                check_op(item.op, self.rank, self.size, is_send=is_send)
-                message = known[item.op] = item.op.message
-            if isinstance(item, Send):
-                value = _hand_over(item)
-            else:
+        try:
+            for item in batch:
+                is_send = isinstance(item, Send)
+                known = self._sends if is_send else self._recvs
+                message = known.get(item.op)
+                if message is None:
+                    check_op(item.op, self.rank, self.size, is_send=is_send)
+                    message = known[item.op] = item.op.message
                 value = None
-                if item.buffer is not None:
+                if isinstance(item, Send):
+                    value = _hand_over(item)
+                elif item.buffer is not None:
                     check_buffer(item.buffer, item.meta)
-            handle.pieces.append(_Piece(item, handle, message, value, is_send=is_send))
+                elif not isinstance(item.meta, TensorMeta):
+                    raise TypeError(item)
+                handle.pieces.append(_Piece(item, handle, message, value, is_send=is_send))
+        except (AttributeError, TypeError) as error:
+            check_kinds(batch, error)
+            raise
         handle.missing = len(handle.pieces)
         with fabric._lock:
             if fabric._closed[self.rank]:
@@ -376,9 +390,9 @@ class LoopbackTransport:
         """What this rank has posted and is not done, oldest first. May be asked from any thread."""
         now = time.monotonic()
         with self.fabric._lock:
-            waiting = self.fabric._waiting[self.rank]
+            waiting = [batch for batch, _ in self.fabric._asleep[self.rank]]
             return tuple(
-                PendingOp(op, now - batch.posted, batch is waiting)
+                PendingOp(op, now - batch.posted, batch in waiting)
                 for batch in self.fabric._pending[self.rank]
                 for op in batch.open_ops()
             )
