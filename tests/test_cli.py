@@ -210,6 +210,18 @@ def test_headings_are_whole_in_any_terminal(
         assert " ".join(words) == expected
 
 
+def test_the_heading_of_a_timeline_is_whole_in_any_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut at the terminal's edge: of "bubble 20.0%" at 30 columns "bubb" was left, and nothing of what is below 5."""
+    to_csv(one_f_one_b(2, 4), tmp_path / "a-schedule.csv")
+    for columns in (5, 30, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        heading, *lanes = as_text(capsys, "timeline", tmp_path / "a-schedule.csv").splitlines()
+        assert heading == "a-schedule, simulated: 15 s, bubble 20.0%"
+        assert [len(lane) for lane in lanes] == [max(columns, 20)] * 2
+
+
 def test_actions_have_their_colours_in_a_terminal_and_nowhere_else(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ def _print(report: Report) -> None:
         table.width = least if least > console.width else None
         console.print(table, no_wrap=True, crop=False)
     for text in report.texts(console.width):
-        console.print(_coloured(text), no_wrap=True, crop=True)
+        console.print(_coloured(text), no_wrap=True, overflow="ignore", crop=False)  # a heading may go beyond the edge
 
 
 _COLOURS = {  # of an action, by its letter; those of pictures
