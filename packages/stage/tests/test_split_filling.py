@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -151,6 +152,94 @@ def test_no_unit_of_another_stage_is_run_again() -> None:
     for _ in range(3):
         module(received, x=numbers(0))
     assert Writes.runs == 3 * 3
+
+
+class Tells(Block):
+    def forward(self, x: Tensor, tell: Callable[[Tensor], Any]) -> Tensor:
+        x = super().forward(x)
+        tell(x.mean())
+        return x
+
+
+class Scales(Block):
+    def forward(self, x: Tensor, scales: Iterator[float]) -> Tensor:
+        return super().forward(x) * next(scales)
+
+
+class Scaled(nn.Module):
+    """Layers that take a number each of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scales() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = iter([1.0, 2.0, 3.0])
+        for layer in self.layers:
+            x = layer(x, scales)
+        return x
+
+
+class Told(nn.Module):
+    """Layers that are given a function, which notes something for each of them."""
+
+    def __init__(self, how: Callable[[], tuple[Callable[[Tensor], Any], Callable[[], int]]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Tells() for _ in range(6))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        tell, told = self.how()
+        for layer in self.layers:
+            x = layer(x, tell)
+        return x * told()
+
+
+def by_method() -> tuple[Any, Any]:
+    told: list[Tensor] = []
+    return told.append, told.__len__
+
+
+def by_closure() -> tuple[Any, Any]:
+    told: list[Tensor] = []
+    return lambda one: told.append(one), lambda: len(told)
+
+
+def by_partial() -> tuple[Any, Any]:
+    told: dict[int, Tensor] = {}
+    return functools.partial(lambda where, one: where.setdefault(len(where), one), told), told.__len__
+
+
+def by_variable() -> tuple[Any, Any]:
+    count = 0
+
+    def tell(one: Tensor) -> None:
+        nonlocal count
+        count += 1
+
+    return tell, lambda: count
+
+
+def by_variables() -> tuple[Any, Any]:
+    count, last = 0, None
+
+    def tell(one: Tensor) -> None:
+        nonlocal count, last
+        count, last = count + 1, one
+
+    return tell, lambda: count
+
+
+@pytest.mark.parametrize("how", [by_method, by_closure, by_partial, by_variable])
+def test_functions_that_units_are_given_note_in_every_microbatch(threads: Threads, how: Any) -> None:
+    """What they note for units of other stages was noted in the first microbatch alone, and there for the stage's own twice."""
+    check(threads, make(lambda: Told(how)), [{"x": numbers(0)}], steps(), ranks=3)
+
+
+def test_what_is_given_to_units_and_cannot_be_followed(threads: Threads) -> None:
+    """Of an iterator the stages took as many items as they have units: other numbers, silently."""
+    refused(threads, "sets a variable around it", make(lambda: Told(by_variables)), [steps()[0][0]], steps())
+    refused(threads, r"'layers\.0' is given an iterator", make(Scaled), [steps()[0][0]], steps())
 
 
 class Shares(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,6 +111,30 @@ def test_hooks_that_are_put_where_a_tensor_needs_a_gradient(threads: Threads, as
         assert mine.grad is not None
         assert plain.grad is not None
         torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-12, atol=1e-14)
+
+
+class Between(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+twice: Callable[[Tensor], Tensor] = torch.compile(lambda x: x * 2, backend="eager")
+
+
+def test_what_is_compiled_between_units_is_refused() -> None:
+    """It failed within the compiler, which went through the function mode that sees glue."""
+    x = torch.zeros(2, 8)
+    with pytest.raises(StageUsageError, match=r"twice: .* leave torch\.compile out there"):
+        split(Between(twice), 2, example=x)
+    split(nn.Sequential(Between(twice), Between(twice)), 2, example=x, units=["0", "1"])
 
 
 class Named(nn.Module):

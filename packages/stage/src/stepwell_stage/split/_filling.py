@@ -6,6 +6,8 @@ All stages must find such an object as one process does, but for the data: how m
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeAlias
@@ -18,8 +20,8 @@ from ..exceptions import StageUsageError
 from ._leaves import shown_by
 from ._state import CLOSED, PLAIN_TYPES, slots_of
 
-_Step: TypeAlias = "tuple[bool, Any]"
-"""Whether it is an attribute, and its name; otherwise an index or key."""
+_Step: TypeAlias = tuple[str, Any]
+"""What of a holder: an "item" and its index or key, an "attribute" and its name, or a "cell" of a function and its number."""
 
 _GONE = object()
 
@@ -59,7 +61,7 @@ class Watched:
     """The objects that a call is given, before it.
 
     Args:
-        objects: in which changes are looked for; modules and functions are not looked into.
+        objects: in which changes are looked for, also in what functions remember; modules are not looked into.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -100,6 +102,10 @@ class Watched:
         if any(self._reaches(value) for value in values):  # it would be another one the next time
             raise Untold
         return Filling(tuple(made), tuple(absent))
+
+    def places(self) -> list[tuple[_Step, ...]]:
+        """Where something has changed."""
+        return [path for path, _ in self._changes(self._objects, (), set())]
 
     def told(self, unit: str, like: Callable[[torch.Tensor], torch.Tensor]) -> Filling | None:
         """Likewise for a unit that decides by data, so that stages which do not have it cannot run it.
@@ -147,16 +153,29 @@ class Watched:
 
 def _held(value: Any) -> Any:
     """What is in an object, by place; of what has no places what can be compared; None: it is not looked into."""
-    if type(value) in PLAIN_TYPES or isinstance(value, (*CLOSED, nn.Module)):
+    if type(value) in PLAIN_TYPES:
+        return None
+    if isinstance(value, types.FunctionType):
+        cells = enumerate(value.__closure__ or ())
+        held: dict[_Step, Any] = {
+            ("cell", number): cell.cell_contents for number, cell in cells if cell != types.CellType()
+        }
+        return held | {("attribute", "__defaults__"): value.__defaults__}
+    if isinstance(value, functools.partial):
+        return {("attribute", name): getattr(value, name) for name in ("func", "args", "keywords")}
+    if isinstance(value, types.MethodType | types.BuiltinFunctionType):
+        return {("attribute", "__self__"): value.__self__}
+    if isinstance(value, (*CLOSED, nn.Module)):
         return None
     if isinstance(value, MutableMapping):
-        return {(False, key): one for key, one in value.items()}
+        return {("item", key): one for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return {(False, number): one for number, one in enumerate(value)}
+        return {("item", number): one for number, one in enumerate(value)}
     if isinstance(value, set | frozenset | deque):
         return [id(one) for one in value]
-    held = {(True, slot): getattr(value, slot) for slot in slots_of(type(value)) if hasattr(value, slot)}  # type: ignore[arg-type]
-    return held | {(True, name): one for name, one in getattr(value, "__dict__", {}).items()}
+    slots = slots_of(type(value))  # type: ignore[arg-type]
+    held = {("attribute", slot): getattr(value, slot) for slot in slots if hasattr(value, slot)}
+    return held | {("attribute", name): one for name, one in getattr(value, "__dict__", {}).items()}
 
 
 def _is_same(was: Any, now: Any) -> bool:
@@ -164,15 +183,19 @@ def _is_same(was: Any, now: Any) -> bool:
 
 
 def _get(holder: Any, step: _Step) -> Any:
-    is_attribute, key = step
-    return getattr(holder, key) if is_attribute else holder[key]
+    kind, key = step
+    if kind == "cell":
+        return holder.__closure__[key].cell_contents
+    return getattr(holder, key) if kind == "attribute" else holder[key]
 
 
 def _put(holder: Any, step: _Step, value: Any) -> None:
-    is_attribute, key = step
-    if is_attribute and value is _GONE:
+    kind, key = step
+    if kind == "cell":
+        holder.__closure__[key].cell_contents = value
+    elif kind == "attribute" and value is _GONE:
         object.__delattr__(holder, key)
-    elif is_attribute:
+    elif kind == "attribute":
         object.__setattr__(holder, key, value)
     elif value is _GONE:
         del holder[key]

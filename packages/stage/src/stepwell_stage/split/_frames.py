@@ -12,6 +12,7 @@ import attrs
 import torch
 import torch.utils.checkpoint
 
+from ..exceptions import StageUsageError
 from ._leaves import tensors_in
 
 _HERE = Path(__file__).parent
@@ -21,6 +22,8 @@ _ROUTERS = frozenset(
 )  # through these others call
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _FUNCTION = torch.autograd.function.__file__
+# What torch.compile puts around a function (seen in 2.13; by another name such a function is not refused, but compiled).
+_COMPILED = (str(_TORCH / "_dynamo" / "eval_frame.py"), "compile_wrapper")
 
 
 @attrs.frozen(eq=False)
@@ -41,6 +44,9 @@ def enclosing(outside: FrameType) -> Enclosing:
 
     Args:
         outside: the frame that called the model; what is above is not looked at.
+
+    Raises:
+        StageUsageError: a function that torch.compile has made is under way.
     """
     checkpoint, function = None, None
     for frame in _inside(outside):
@@ -49,6 +55,12 @@ def enclosing(outside: FrameType) -> Enclosing:
             checkpoint = frame
         elif file == _FUNCTION and frame.f_code.co_name == "apply":
             function = frame
+        elif file == _COMPILED[0] and frame.f_code.co_name == _COMPILED[1]:
+            raise StageUsageError(
+                f"{source_line('the forward')} is in a function that torch.compile has made, between units, where it would"
+                " compile what stages do around each operation: leave torch.compile out there, or make the module that calls it a"
+                " unit (units=)"
+            )
     given = None if function is None else tuple(tensors_in(function.f_locals.get("args", ())))
     return Enclosing(checkpoint, given)
 

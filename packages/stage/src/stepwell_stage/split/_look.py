@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -208,7 +209,7 @@ def _look_at(
         )
     if not with_time:
         try:
-            with undrawn(), undisturbed(model, device), quiet_fakes():
+            with undrawn(), undisturbed(model, device), _uncompiled(), quiet_fakes():
                 tables: Made = {}
                 sights = _record(model, taken, named, units, device, mode, tables, real=False)
             check_left(tables)
@@ -219,19 +220,27 @@ def _look_at(
                     f"{type(model).__name__} decides by data how it goes on: {error.what}; on the meta device there is none: give"
                     " the model values before it is split"
                 ) from error
-    with undrawn(), undisturbed(model, device):
+    with undrawn(), undisturbed(model, device), _uncompiled():
         try:
             sights = _record(model, taken, named, units, device, mode, {}, real=True)
         except NeedsDataError as error:
             raise StageUsageError(f"{type(model).__name__} cannot be cut: {error.what}") from error
     # Of units that decide by data only this is known: once more, so that sizes that are equal by chance are not mistaken.
-    with contextlib.suppress(Exception, NeedsDataError), undrawn(), undisturbed(model, device):
+    with contextlib.suppress(Exception, NeedsDataError), undrawn(), undisturbed(model, device), _uncompiled():
         others = _record(model, taken, _longer(named), units, device, mode, {}, real=True)
         for sight, other in zip(sights, others, strict=False):
             if sight.recording.names == other.recording.names:
                 for number, example in sight.examples.items():
                     example.learn(other.examples[number])
     return sights
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """What torch.compile has made runs as it is written."""
+    if "torch._dynamo" not in sys.modules:  # there is nothing, and to import it takes a second
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _check_hooks(model: nn.Module, units: Mapping[str, nn.Module]) -> None:

@@ -43,7 +43,8 @@ class Poison:
         unit, name = self._said
         raise StageUsageError(
             f"{source_line('the forward')} looks at {name!r}, which unit {unit!r} changes, and stages that do not have this unit"
-            " do not see how: return it from the unit as a tensor, or make the module that looks at it a unit (units=)"
+            " do not see how: return it from the unit as a tensor, or make the module that looks at it a unit (units=); if it"
+            " says how far a table is made, run the model once with the largest inputs before it is split"
         )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import types
@@ -30,7 +31,7 @@ def reach_copies(modules: Iterable[nn.Module], copies: Mapping[int, Any]) -> Non
                     place[key] = as_copy(value, copies, made)
 
 
-def as_copy(value: Any, copies: Mapping[int, Any], made: dict[int, types.FunctionType]) -> Any:
+def as_copy(value: Any, copies: Mapping[int, Any] | DeepCopies, made: dict[int, types.FunctionType]) -> Any:
     """The copy of a value; of a function one that reaches copies in place of originals.
 
     Args:
@@ -42,8 +43,9 @@ def as_copy(value: Any, copies: Mapping[int, Any], made: dict[int, types.Functio
         keywords = {name: as_copy(one, copies, made) for name, one in value.keywords.items()}
         args = [as_copy(one, copies, made) for one in value.args]
         return functools.partial(as_copy(value.func, copies, made), *args, **keywords)
-    if isinstance(value, types.BuiltinMethodType) and id(value.__self__) in copies:
-        return getattr(copies[id(value.__self__)], value.__name__)
+    if isinstance(value, types.BuiltinMethodType):
+        owner = copies.get(id(value.__self__), value.__self__)
+        return value if owner is value.__self__ else getattr(owner, value.__name__)
     if not isinstance(value, types.FunctionType):
         return copies.get(id(value), value)
     if id(value) not in made:
@@ -59,6 +61,21 @@ def as_copy(value: Any, copies: Mapping[int, Any], made: dict[int, types.Functio
             if cell != types.CellType():
                 mine.cell_contents = as_copy(cell.cell_contents, copies, made)
     return made[id(value)]
+
+
+class DeepCopies:
+    """Copies of whatever is asked for, but of modules. Mutable: it remembers them.
+
+    Args:
+        memo: those that are known, by the identities of the originals.
+    """
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+
+    def get(self, identity: int, value: Any) -> Any:
+        """The copy of a value, which has this identity."""
+        return value if isinstance(value, nn.Module | types.ModuleType) else copy.deepcopy(value, self._memo)
 
 
 def check_reached(model: nn.Module) -> None:

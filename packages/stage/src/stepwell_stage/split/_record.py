@@ -286,13 +286,14 @@ class Recorder(Glue):
         self.count += 1
         self._names.append(name)
         self._sets = self._sets or not self._flags.are_as(self._kept)
-        given = [*tensors_in(args), *tensors_in(kwargs)]
+        taken = Given(args, kwargs)
+        given = taken.tensors
         hidden = [tensor for tensor in shown_by((args, kwargs)) if id(tensor) in self._seen]
         inputs = tuple(dict.fromkeys(map(self._position, (*given, *hidden))))
         self._calls.append(Call(number, name, inputs))
         around = enclosing(self._outside)
         self._regions_of_calls.append(self._region(around))
-        check_called(name, given)
+        check_called(name, taken)
         inside = Inside(
             name,
             self._inside,
@@ -306,7 +307,7 @@ class Recorder(Glue):
             before, content = versions(given), contents((args, kwargs))
 
             def filled() -> tuple[Any, Filling | None]:
-                watched = Watched(Given(args, kwargs).objects)
+                watched = Watched(taken.objects)
                 return inside.returning(call)(*args, **kwargs), watched.told(name, self._absence.of)
 
             with inside:
@@ -321,7 +322,7 @@ class Recorder(Glue):
             templates = self._templates
 
             def made() -> Known:
-                return templates.known(name, module, inside.returning(call), Given(args, kwargs), anew=True)
+                return templates.known(name, module, inside.returning(call), taken, anew=True)
 
             try:
                 with inside:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import types
@@ -19,7 +18,7 @@ from ._absent import Absence, look_alike, memory_of, versions
 from ._filling import Filling, Untold, Watched
 from ._leaves import Given, contents, rebuilt, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
-from ._reached import as_copy
+from ._reached import DeepCopies, as_copy
 from ._shadow import Attributes
 from ._state import plain_in
 
@@ -140,7 +139,7 @@ class Templates:
             if given.objects:
                 absent = {id(one): self._absence.like(one) for one in shown_by((given.args, given.kwargs))}
                 try:
-                    given = Given(*copy.deepcopy((given.args, dict(given.kwargs)), absent))
+                    given = Given(*_as_copies((given.args, dict(given.kwargs)), DeepCopies(absent)))
                 except Exception:  # whatever their own code says
                     return None
             with self._attributes.setdefault(name, Attributes()).given(unit, shadow):
@@ -209,9 +208,11 @@ class Templates:
         absent = [self._absence.like(tensor) for tensor in given.tensors]
         following = iter(absent)
         args, kwargs = with_tensors(given.args, following), with_tensors(dict(given.kwargs), following)
+        watched = called = Watched(given.objects)
         if any(isinstance(one, _FUNCTIONS) and next(shown_by(one), None) is not None for one in given.objects):
             args, kwargs = self._remembering((args, kwargs))
-        before, content, watched = versions(absent), contents((args, kwargs)), Watched(given.objects)
+            called = Watched(Given(args, kwargs).objects)  # these have variables of their own
+        before, content = versions(absent), contents((args, kwargs))
         # What autocast keeps of a weight that is here would be absent, and be given to others.
         keeps = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -223,6 +224,11 @@ class Templates:
         check_content(name, content, result)
         effects = Effects.of(absent, before, list(tensors_in(result)))
         try:
+            if called is not watched and watched.places() != called.places():
+                raise StageUsageError(
+                    f"unit {name!r} is given a function that sets a variable around it (nonlocal), which other stages do not see:"
+                    " let it append to a list instead, or return what it makes"
+                )
             return Known(result, effects, watched.filling(self._absence.like))
         except Untold:
             return Known(result, effects, is_told=False)
@@ -422,12 +428,24 @@ def check_content(name: str, before: Sequence[tuple[Any, list[Any]]], result: An
             )
 
 
+def _as_copies(value: Any, copies: DeepCopies) -> Any:
+    """Arguments of a unit with copies of all that it might change, also in what functions remember."""
+    if isinstance(value, _FUNCTIONS):
+        return as_copy(value, copies, {})
+    new = rebuilt(value, lambda one: _as_copies(one, copies))
+    return copies.get(id(value), value) if new is value else new
+
+
 def _kept_in(value: Any) -> Iterator[Hashable]:
     """What of an object may decide what a unit that is given it does."""
     if isinstance(value, nn.Module | type):
         yield value
     elif isinstance(value, types.BuiltinFunctionType):  # also a method, whose object may hold a microbatch's tensors
-        yield value if isinstance(value.__self__, types.ModuleType | type | None) else value.__qualname__
+        if isinstance(value.__self__, types.ModuleType | type | None):
+            yield value
+        else:
+            yield value.__qualname__
+            yield from _kept_in(value.__self__)
     elif isinstance(value, types.FunctionType):
         yield value.__code__  # it may be made anew for each call
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]

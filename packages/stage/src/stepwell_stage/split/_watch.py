@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from .._compat import TorchDispatchMode, is_transformed
 from ..exceptions import StageUsageError
 from ._absent import reads, versions, written
 from ._frames import source_line
-from ._leaves import shown_by, tensors_in
+from ._leaves import Given, shown_by, tensors_in
 from ._settings import may_draw
 
 Made: TypeAlias = "dict[int, tuple[weakref.ref[torch.Tensor], str]]"
@@ -178,17 +178,22 @@ _probe = _Double()
 register_parametrization(_probe, "number", _Double())
 
 
-def check_called(unit: str, given: Sequence[torch.Tensor]) -> None:
+def check_called(unit: str, given: Given) -> None:
     """Refuse a call of a unit from where no copy of it can be called as it is.
 
     Args:
         unit: its name.
-        given: the tensors that it is given.
+        given: what it is given.
 
     Raises:
-        StageUsageError: it is called there.
+        StageUsageError: it is called there, or with what only one stage can use.
     """
-    if any(map(is_transformed, given)):
+    if any(isinstance(one, Iterator) for one in given.objects):
+        raise StageUsageError(
+            f"unit {unit!r} is given an iterator, of which only the stage that has this unit would take something: pass what the"
+            " unit takes of it, or a list"
+        )
+    if any(map(is_transformed, given.tensors)):
         raise StageUsageError(
             f"unit {unit!r} is called within a transform of torch.func or torch.vmap, which goes through units: make the"
             " module that calls the transform a unit (units=)"
