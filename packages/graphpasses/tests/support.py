@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from stepwell_graphpasses import GraphCompiler, ParallelPlan, PassConfig
+from stepwell_graphpasses import GraphCompiler, JointGraph, ParallelPlan, PassConfig, trace
 
 
 class Block(nn.Module):
@@ -90,6 +91,22 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
+        return x
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, dropout: float = 0.4, *, fold: bool = True) -> None:
+        super().__init__()
+        self.fold = fold
+        self.up, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.down, self.drop = nn.Linear(8, 4), nn.Dropout(dropout)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.dropout(self.drop(self.norm(self.up(x))).relu(), 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):  # the same modules twice: names alone cannot tell the draws apart
+            x = x + (checkpoint(self.inner, x, use_reentrant=False) if self.fold else self.inner(x))
         return x
 
 
@@ -192,6 +209,41 @@ def compiled_against_reference(
     torch.manual_seed(7)
     got, _ = compiler.forward_backward(**inputs)
     return float((got - loss).abs()), difference(gradients(model), expected), compiler
+
+
+def run(joint: JointGraph, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The outputs of a graph on a model's own values."""
+    with torch.no_grad():
+        buffers = dict(model.named_buffers())
+        return joint.module(
+            *(dict(model.named_parameters())[name] for name in joint.table.names),
+            *(buffers[buffer.name] for buffer in joint.buffers),
+            *joint.guards.flatten(inputs),
+        )
+
+
+def check(make: Any, train_fn: Any, inputs: dict[str, Any], tolerance: float = 0.0, **options: Any) -> JointGraph:
+    """Loss, gradients and buffers of the graph are those of eager, bit for bit unless said otherwise."""
+    model = seeded(make)
+    before, again = copy.deepcopy(model), copy.deepcopy(model)
+    joint = trace(model, train_fn, inputs, **options)
+    for (name, a), (_, b) in zip(model.state_dict().items(), before.state_dict().items(), strict=True):
+        assert torch.equal(a, b), f"tracing changed {name}"
+    torch.manual_seed(3)
+    outputs = run(joint, model, inputs)
+    torch.manual_seed(3)
+    found = local_gradients(before, train_fn, inputs)
+    torch.manual_seed(3)
+    result = train_fn(again, **inputs)
+    loss = result[0] if isinstance(result, tuple) else result
+    assert abs(outputs[0].item() - loss.item()) <= tolerance
+    got = dict(zip(joint.gradients, outputs[len(outputs) - len(joint.gradients) :], strict=True))
+    expected = {name: found[name] for name in joint.table.names if found[name] is not None}
+    assert got.keys() == expected.keys()
+    assert difference(got, expected) <= tolerance
+    for (name, a), (_, b) in zip(model.named_buffers(), before.named_buffers(), strict=True):
+        assert torch.allclose(a, b), name
+    return joint
 
 
 def mlp() -> nn.Module:

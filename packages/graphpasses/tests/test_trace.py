@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -8,46 +7,12 @@ import graphpasses_support as support
 import pytest
 import torch
 import torch.nn.functional as F
+from graphpasses_support import check, run
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from stepwell_graphpasses import JointGraph, trace
+from stepwell_graphpasses import trace
 from stepwell_graphpasses.exceptions import CaptureError, GuardError
 from stepwell_graphpasses.testing import fake_world
-
-
-def run(joint: JointGraph, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    with torch.no_grad():
-        buffers = dict(model.named_buffers())
-        return joint.module(
-            *(dict(model.named_parameters())[name] for name in joint.table.names),
-            *(buffers[buffer.name] for buffer in joint.buffers),
-            *joint.guards.flatten(inputs),
-        )
-
-
-def check(make: Any, train_fn: Any, inputs: dict[str, Any], tolerance: float = 0.0, **options: Any) -> JointGraph:
-    """Loss, gradients and buffers of the graph are those of eager, bit for bit unless said otherwise."""
-    model = support.seeded(make)
-    before, again = copy.deepcopy(model), copy.deepcopy(model)
-    joint = trace(model, train_fn, inputs, **options)
-    for (name, a), (_, b) in zip(model.state_dict().items(), before.state_dict().items(), strict=True):
-        assert torch.equal(a, b), f"tracing changed {name}"
-    torch.manual_seed(3)
-    outputs = run(joint, model, inputs)
-    torch.manual_seed(3)
-    found = support.local_gradients(before, train_fn, inputs)
-    torch.manual_seed(3)
-    result = train_fn(again, **inputs)
-    loss = result[0] if isinstance(result, tuple) else result
-    assert abs(outputs[0].item() - loss.item()) <= tolerance
-    got = dict(zip(joint.gradients, outputs[len(outputs) - len(joint.gradients) :], strict=True))
-    expected = {name: found[name] for name in joint.table.names if found[name] is not None}
-    assert got.keys() == expected.keys()
-    assert support.difference(got, expected) <= tolerance
-    for (name, a), (_, b) in zip(model.named_buffers(), before.named_buffers(), strict=True):
-        assert torch.allclose(a, b), name
-    return joint
 
 
 def gpt(**options: Any) -> Any:
@@ -93,38 +58,6 @@ def test_s22_buffers_end_as_in_eager_and_tracing_does_not_touch_them() -> None:
     ]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, dropout: float = 0.4, *, fold: bool = True) -> None:
-        super().__init__()
-        self.fold = fold
-        self.up, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
-        self.down, self.drop = nn.Linear(8, 4), nn.Dropout(dropout)
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.dropout(self.drop(self.norm(self.up(x))).relu(), 0.25))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):  # the same modules twice: names alone cannot tell the draws apart
-            x = x + (checkpoint(self.inner, x, use_reentrant=False) if self.fold else self.inner(x))
-        return x
-
-
-def test_s22_s37_a_checkpointed_region_keeps_its_masks_and_writes_its_buffers_once() -> None:
-    inputs = {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}
-    plain = trace(support.seeded(lambda: Checkpointed(fold=False)), support.mse_loss, inputs)
-    model = support.seeded(Checkpointed)
-    joint = trace(model, support.mse_loss, inputs)
-    assert len(joint.graph.nodes) == len(plain.graph.nodes)
-    assert sum(node.meta.get("recompute", False) for node in joint.graph.nodes) > 10
-    reference = support.seeded(lambda: Checkpointed(fold=False))
-    torch.manual_seed(5)
-    outputs = run(joint, model, inputs)
-    torch.manual_seed(5)
-    expected = support.local_gradients(reference, support.mse_loss, inputs)
-    assert support.difference(dict(zip(joint.gradients, outputs[1:], strict=True)), expected) == 0.0
-    assert int(model.norm.num_batches_tracked) == int(reference.norm.num_batches_tracked) == 2
-
-
 class Averaged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -144,103 +77,6 @@ def test_s22_an_operator_that_only_writes_writes_as_in_eager() -> None:
     check(Averaged, support.mse_loss, support.pair((4, 3), rank=0))
     with fake_world(2):
         support.compiler(make=Averaged).compile(**support.pair((4, 3), rank=0))
-
-
-class WritesBehindItsRegion(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.linear, self.out = kind, nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def region(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        if self.kind == "also within":
-            h = h.relu()
-            h.mul_(2)
-            return h.sigmoid()
-        if self.kind == "mask":
-            h = F.dropout(h, 0.3)
-        return torch.relu(h)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = checkpoint(self.region, x, use_reentrant=False)
-        (y[:2] if self.kind == "view" else y).add_(1)
-        return self.out(y.sin())
-
-
-@pytest.mark.parametrize("kind", ["whole", "view", "mask", "also within"])
-def test_s22_what_is_written_behind_a_checkpointed_region_is_computed_again(kind: str) -> None:
-    """Backward read what the write had left, where eager computes the region's result again: gradients were wrong."""
-    check(lambda: WritesBehindItsRegion(kind), support.mse_loss, support.pair((4, 3), rank=0))
-
-
-class WritesBetween(nn.Module):
-    """A cosine of a region's result before the write, and one after it, which is the derivative of the sine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def region(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.linear(x)
-        return h, h.cos()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, z = checkpoint(self.region, x, use_reentrant=False)
-        y[:1].mul_(2)
-        return y.sin() + z
-
-
-def test_s22_what_is_computed_of_a_value_before_and_after_a_write_differs() -> None:
-    """Backward took the one for a repetition of the other, for both are of the same tensor: gradients were wrong."""
-    check(WritesBetween, support.mse_loss, support.pair((4, 3), rank=0))
-
-
-class WritesWithin(nn.Module):
-    """What is computed of a value before a write and after it, or of two that are alike until one is written to."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.linear = kind, nn.Linear(4, 3)
-
-    def region(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.linear(x)
-        if self.kind == "alike":
-            other = self.linear(x)
-            h.relu_()
-            return h.cos() * other.sin()
-        before = h.cos()
-        h[:1].mul_(2)
-        if self.kind == "twice":
-            h[:1].mul_(2)
-        return before * h.cos()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.region, x, use_reentrant=False).sin()
-
-
-@pytest.mark.parametrize("kind", ["alike", "once", "twice"])
-def test_s22_writes_within_a_checkpointed_region_tell_apart_what_is_alike(kind: str) -> None:
-    """What the region computed again was taken for the first that was computed in the same way, before the write: gradients were
-    wrong.
-    """
-    check(lambda: WritesWithin(kind), support.mse_loss, support.pair((4, 3), rank=0))
-
-
-def test_s37_a_draw_that_cannot_be_told_from_another_is_refused() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(4, 4)
-
-        def inner(self, x: torch.Tensor) -> torch.Tensor:
-            return self.up(F.dropout(x, 0.5) + F.dropout(x, 0.5))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x * 2, use_reentrant=False)
-
-    inputs = {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}
-    with pytest.raises(CaptureError, match=r"runs again in backward.*2 draws"):
-        trace(Twice(), support.mse_loss, inputs)
 
 
 class Attention(nn.Module):
@@ -502,7 +338,7 @@ class Varied(nn.Module):
     [
         (lambda: Varied(), support.mse_loss, {"x": torch.randn(3, 2, 6, 6), "y": torch.randn(3, 4)}),
         (gpt(tied=True, dropout=0.3), support.gpt_loss, TOKENS),
-        (Checkpointed, support.mse_loss, {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}),
+        (support.Checkpointed, support.mse_loss, {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}),
     ],
     ids=["varied", "gpt", "checkpointed"],
 )
@@ -512,7 +348,7 @@ def test_the_quick_way_to_write_operators_down_gives_the_graph_of_make_fx_and_th
     # Capturing 256 layers took minutes, most of them in what make_fx does around each operator.
     from stepwell_graphpasses import _compat
 
-    quick = check(make, step, inputs) if make is not Checkpointed else trace(support.seeded(make), step, inputs)
+    quick = check(make, step, inputs) if make is not support.Checkpointed else trace(support.seeded(make), step, inputs)
     monkeypatch.setattr(_compat, "_quickly", lambda function, *flat: function(*flat))
     slow = trace(support.seeded(make), step, inputs)
     assert str(quick.graph) == str(slow.graph)

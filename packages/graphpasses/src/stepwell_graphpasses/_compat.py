@@ -9,8 +9,9 @@ import functools
 import importlib
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -74,6 +75,7 @@ __all__ = [
     "torch_overlap",
     "tree_map_tensors",
     "unflatten",
+    "watch_checkpoints",
 ]
 
 
@@ -240,6 +242,45 @@ def sequence_number(node: Any) -> int | None:
     """The creation number of an autograd node; None where torch does not say."""
     number = getattr(node, "_sequence_nr", None)
     return None if number is None else int(number())
+
+
+@contextmanager
+def watch_checkpoints(enter: Callable[[Any], None], leave: Callable[[], None]) -> Iterator[None]:
+    """Tell when a checkpointed region runs, and runs again: each has an object of its own.
+
+    Without the names nothing is told: what draws or writes in such a region is then refused.
+    """
+    from torch.utils import checkpoint
+
+    names = ("_checkpoint_hook", "_recomputation_hook")
+    found = {name: getattr(checkpoint, name, None) for name in names}
+
+    def telling(hook: Any) -> Any:
+        class Telling(hook):  # type: ignore[misc]
+            def __init__(self, frame: Any, *rest: Any) -> None:
+                super().__init__(frame, *rest)
+                self.region = frame() if isinstance(frame, weakref.ref) else frame
+
+            def __enter__(self) -> Any:
+                enter(self.region)
+                return super().__enter__()
+
+            def __exit__(self, *error: Any) -> Any:
+                leave()
+                return super().__exit__(*error)
+
+        return Telling
+
+    if None in found.values():
+        yield
+        return
+    for name, hook in found.items():
+        setattr(checkpoint, name, telling(hook))
+    try:
+        yield
+    finally:
+        for name, hook in found.items():
+            setattr(checkpoint, name, hook)
 
 
 def enable_python_dispatcher() -> AbstractContextManager[Any]:

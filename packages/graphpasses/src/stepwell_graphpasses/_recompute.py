@@ -3,137 +3,158 @@
 A checkpointed region runs again in backward. Captured naively, its random draws would give other masks and its buffers would
 be written twice. So what a region computed again is folded onto what it computed first, and the forward nodes are marked
 ``recompute``: :class:`RematPass` then recomputes them in a way that is safe for draws and writes.
+
+The second run calls the same operators in the same order as the first, writes among them, until backward has all it needs.
+So the memory of the first holds what that of the second would, unless it was written to once more: behind the region, or in the
+part of it that did not run again. Backward then reads a copy from before that write::
+
+    forward    y = linear(x)                             y = linear(x)
+               z = sin(y)                                z = sin(y)
+                                              →          kept = clone(y)
+               mul_(y, 2)  # behind the region           mul_(y, 2)
+    backward   y_1 = linear(x)  # again
+               g * cos(y_1)                              g * cos(kept)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ._graph import is_mutation, is_random, mutated_arguments, phase_of
+from . import _compat as compat
+from ._graph import emit, is_mutation, is_random, is_view, mutated_arguments, phase_of, value_of
 from ._memory import memory_roots
 from .exceptions import CaptureError
 
 
-def fold_recomputed(module: fx.GraphModule, *, recomputed: bool) -> None:
-    """Replace backward nodes that repeat forward nodes by them.
+def fold_recomputed(module: fx.GraphModule, *, recomputed: bool, mode: compat.ExampleMode) -> None:
+    """Replace nodes of a region's second run by those of its first.
 
     Args:
         module: an annotated graph.
-        recomputed: whether a module ran again during backward.
+        recomputed: whether a module ran again during backward otherwise than by torch's checkpointing.
+        mode: the mode of example values.
 
     Raises:
-        CaptureError: a random draw was repeated and cannot be told from another draw.
+        CaptureError: what draws or writes ran again in backward, and it is not known what it repeats.
     """
     graph = module.graph
-    if not recomputed and not any(_repeats_effects(node) for node in graph.nodes):
-        return
-    keys: dict[fx.Node, Any] = {}
-    numbers: dict[Any, int] = {}
-    originals: dict[int, list[fx.Node]] = {}
-    nodes = [node for node in graph.nodes if node.op != "output"]
+    nodes = list(graph.nodes)
     roots = memory_roots(graph)
-    # By phase and memory the last write to it, for what is read there before a write and after it differs. By phase, since the
-    # second run of a region means its inputs as the first one saw them.
-    written: dict[str, dict[fx.Node, int]] = {}
+    writes: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        last = written.setdefault(phase_of(node), {})
-
-        def read(source: fx.Node, last: dict[fx.Node, int] = last) -> tuple[int, ...]:
-            start = _before_writes(source)
-            return keys[start], *(last[root] for root in roots[start] if root in last)
-
-        keys[node] = numbers.setdefault(_key(module, node, read), len(numbers))
-        if phase_of(node) == "forward":
-            originals.setdefault(keys[node], []).append(node)
         for target in mutated_arguments(node):
-            last.update((root, keys[node]) for root in roots[target] if root.op == "call_function")
-    spoiled = _spoiled(nodes, keys, roots)
+            for root in roots[target]:
+                writes.setdefault(root, []).append(node)
+    same = _matched(module, nodes, roots, writes)
     for node in nodes:
-        found = originals.get(keys[node], [])
-        if phase_of(node) == "forward":
+        again = _second_run(node)
+        if node in same or phase_of(node) == "forward" or not (again or recomputed):
             continue
-        if is_random(node) and len(found) != 1 and (found or recomputed):
+        reads = again is not None and not is_view(node) and not isinstance(value_of(node), int | torch.SymInt)
+        met = {
+            root for source in (node.all_input_nodes if reads else mutated_arguments(node)) for root in roots[source]
+        }
+        if is_random(node) or any(root in writes if reads else phase_of(root) == "forward" for root in met):
             raise CaptureError(
-                f"the random operator {node.target} in {node.meta['fqn'] or 'the train step'} runs again in backward"
-                f" (activation checkpointing), and {len(found)} draws of forward could be the one that it must repeat."
-                " Give each of them another input, or leave them out of the checkpointed region"
+                f"{node.target} in {node.meta['fqn'] or 'the train step'} runs again in backward (activation checkpointing), and"
+                " what draws or writes there must be told to be a repetition of what ran in forward, which it is not; use"
+                " torch.utils.checkpoint.checkpoint(…, use_reentrant=False), on regions that do the same each time"
             )
-        if not found:
-            continue
-        # Which of several it repeats, where one of them is written to, cannot be told.
-        is_one = len({roots[one] for one in found}) == 1
-        is_written = any(written["forward"].keys() & roots[one] for one in found)
-        is_there = not is_written or (is_one and not spoiled.intersection(roots[found[0]]))
-        if not is_there or any(phase_of(target) != "forward" for target in mutated_arguments(node)):
-            # What forward computed is no longer there: it is computed again, and what is written to it written again.
-            if is_random(node):
-                raise CaptureError(
-                    f"what {node.target} in {node.meta['fqn'] or 'the train step'} draws in a checkpointed region is written to"
-                    " behind that region, and backward needs it as it was; write to a clone() of it"
-                )
-            continue
-        reads = {root for source in node.all_input_nodes for root in roots[source]}
-        if spoiled & reads and not is_random(node) and not is_mutation(node):
-            continue  # no repetition, but another value: it reads what the write left, and forward what was there before
+    repeated = {(_second_run(node), first) for node, first in same.items()}
+    for node, first in same.items():
         if node.op == "call_function":
-            found[0].meta["recompute"] = True
-        node.replace_all_uses_with(found[0])
+            first.meta["recompute"] = True
+        value: Any = first
+        root, *_ = roots[node]
+        if root in same:
+            spoiling = [
+                write
+                for write in writes.get(same[root], ())
+                if write not in same and (_second_run(node), write) not in repeated
+            ]
+            if spoiling and node is root:
+                waited = next((user for user in first.users if user.target is compat.WAIT), first)
+                with graph.inserting_before(spoiling[0]):
+                    value = emit(graph, torch.ops.aten.clone.default, (waited,), like=first, mode=mode)
+            elif spoiling and (is_mutation(node) or node.target is compat.WAIT):
+                value = node.args[0]  # the copy, which is written and waited for
+            elif spoiling:
+                continue  # a view, of the copy now
+        node.replace_all_uses_with(value)
         graph.erase_node(node)
 
 
-def _spoiled(
-    nodes: Sequence[fx.Node], keys: Mapping[fx.Node, int], roots: Mapping[fx.Node, tuple[fx.Node, ...]]
-) -> set[fx.Node]:
-    """Values of forward that forward writes to where backward does not repeat the write: behind the region that made them."""
-    repeated = {keys[node] for node in nodes if phase_of(node) == "backward"}
-    return {
-        root
-        for node in nodes
-        if phase_of(node) == "forward" and keys[node] not in repeated
-        for target in mutated_arguments(node)
-        for root in roots[target]
-        if root.op == "call_function"
-    }
+def _matched(
+    module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    roots: Mapping[fx.Node, tuple[fx.Node, ...]],
+    writes: Mapping[fx.Node, Sequence[fx.Node]],
+) -> dict[fx.Node, fx.Node]:
+    """For nodes of a region's second run those that they repeat.
+
+    Of several that are alike the first repeats the first, and so on. A value that the first run had from before the region, such
+    as a weight that autocast had cast already, is that one, if it is never written.
+    """
+    same: dict[fx.Node, fx.Node] = {}
+    first_runs: dict[Any, list[fx.Node]] = {}
+    constants: dict[Any, fx.Node] = {}
+    counts: Counter[Any] = Counter()
+    for node in nodes:
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        key = _key(module, node, same)
+        touched = {root for source in (node, *node.all_input_nodes) for root in roots[source]}
+        is_constant = not is_random(node) and touched.isdisjoint(writes)
+        if again := _second_run(node):
+            candidates = first_runs.get((again[0], key), [])[counts[again, key] :]
+            counts[again, key] += 1
+            if candidates:
+                same[node] = candidates[0]
+            elif is_constant and key in constants:
+                same[node] = constants[key]
+        elif is_constant and phase_of(node) == "forward":
+            constants.setdefault(key, node)
+        for region, number in node.meta["runs"]:
+            if not number:
+                first_runs.setdefault((region, key), []).append(same.get(node, node))
+    return same
 
 
-def _repeats_effects(node: fx.Node) -> bool:
-    if node.op != "call_function" or phase_of(node) == "forward":
-        return False
-    return is_random(node) or any(target.op == "placeholder" for target in mutated_arguments(node))
+def _second_run(node: fx.Node) -> tuple[int, int] | None:
+    """The region whose repetition made a node, and the number of that run; of nested ones the outermost."""
+    return next(((region, number) for region, number in node.meta.get("runs", ()) if number), None)
 
 
-def _key(module: fx.GraphModule, node: fx.Node, read: Callable[[fx.Node], tuple[int, ...]]) -> Any:
-    """Equal for nodes that compute the same; unlike the nodes it is made of, it can be a dict's key."""
-    if node.op == "placeholder":
-        return ("placeholder", node.name)
+def _key(module: fx.GraphModule, node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> Any:
+    """Equal for nodes that do the same with the same."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         if isinstance(value, torch.Tensor) and value.numel() <= 4096 and value.device.type == "cpu":
             return ("constant", value.dtype, tuple(value.shape), value.reshape(-1).tolist().__repr__())
         return ("constant", node.target)
-    return (node.target, _freeze(node.args, read), _freeze(node.kwargs, read), is_mutation(node))
+    return (node.target, _freeze(node.args, same), _freeze(node.kwargs, same))
 
 
-def _before_writes(node: fx.Node) -> fx.Node:
-    """The input that a chain of in-place writes started from: the second run of a region means it as the first one saw it."""
-    start = node
-    while is_mutation(start) and len(written := mutated_arguments(start)) == 1:
-        start = written[0]
-    return start if start.op == "placeholder" else node
+def _origin(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """What a node repeats, before writes in place: they follow one another alike in both runs, so order tells them apart."""
+    while node in same or (is_mutation(node) and node.args[:1] == mutated_arguments(node)):
+        node = same[node] if node in same else node.args[0]  # type: ignore[assignment]
+    return node
 
 
-def _freeze(value: Any, read: Callable[[fx.Node], tuple[int, ...]]) -> Any:
-    """An argument as a part of a key: nodes by their numbers, containers as tuples, constants by their text."""
+def _freeze(value: Any, same: Mapping[fx.Node, fx.Node]) -> Any:
+    """An argument as a part of a key: nodes by what they repeat, containers as tuples, constants by their text."""
     if isinstance(value, fx.Node):
-        return ("node", *read(value))
+        return _origin(value, same)
     if isinstance(value, list | tuple):
-        return tuple(_freeze(item, read) for item in value)
+        return tuple(_freeze(item, same) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _freeze(item, read)) for key, item in value.items())
+        return tuple((key, _freeze(item, same)) for key, item in value.items())
     if isinstance(value, slice):
-        return ("slice", *(_freeze(item, read) for item in (value.start, value.stop, value.step)))
+        return ("slice", *(_freeze(item, same) for item in (value.start, value.stop, value.step)))
     return (type(value), str(value))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,25 +26,28 @@ class Scopes:
 
     Attributes:
         in_backward: whether backward has begun.
-        recomputed: whether a module ran again during backward (activation checkpointing).
+        recomputed: whether a module ran again during backward otherwise than by torch's activation checkpointing.
     """
 
     def __init__(self) -> None:
         self.in_backward = False
         self.recomputed = False
         self._stack = [""]
-        self._now = ("", "forward")
+        self._runs: tuple[tuple[int, int], ...] = ()
+        self._regions: dict[Any, Iterator[int]] = {}
+        self._now: dict[str, Any] = {"fqn": "", "phase": "forward", "runs": ()}
         self._autograd_marks: list[tuple[int, str]] = [(-1, "")]
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Follow the calls of all modules."""
+        """Follow the calls of all modules, and the runs of checkpointed regions."""
         handles = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
             handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         try:
-            yield
+            with compat.watch_checkpoints(self._enter_region, self._leave_region):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -76,18 +80,29 @@ class Scopes:
                 node.register_prehook(functools.partial(_ignoring_gradients, self._jump, owners.at(number)))
 
     def annotate(self, graph: fx.Graph) -> None:
-        """Write ``fqn`` and ``phase`` to every node."""
+        """Write ``fqn``, ``phase`` and ``runs`` (region and number of the run, outermost first) to every node."""
         self._write(graph)
         graph.output_node().meta["fqn"] = ""
 
     def _enter(self, name: str) -> None:
-        self.recomputed |= self.in_backward
+        self.recomputed |= self.in_backward and not self._runs
         self._stack.append(name)
         self._mark()
 
     def _leave(self) -> None:
         self._stack.pop()
         self._mark()
+
+    def _enter_region(self, region: Any) -> None:
+        if compat.current_graph() is not None:  # another thread's otherwise
+            numbers = self._regions.setdefault(region, itertools.count())
+            self._runs += ((list(self._regions).index(region), next(numbers)),)
+            self._mark()
+
+    def _leave_region(self) -> None:
+        if compat.current_graph() is not None:
+            self._runs = self._runs[:-1]
+            self._mark()
 
     def _jump(self, name: str) -> None:
         self._stack = [name]
@@ -97,7 +112,8 @@ class Scopes:
         graph = compat.current_graph()
         if graph is not None:
             self._write(graph)
-        self._now = (self._stack[-1], "backward" if self.in_backward else "forward")
+        phase = "backward" if self.in_backward else "forward"
+        self._now = {"fqn": self._stack[-1], "phase": phase, "runs": self._runs}
         number = compat.next_sequence_number()
         if number is not None and not self.in_backward:
             self._autograd_marks.append((number, self._stack[-1]))
@@ -107,7 +123,7 @@ class Scopes:
         for node in reversed(graph.nodes):
             if "phase" in node.meta:
                 return
-            node.meta["fqn"], node.meta["phase"] = self._now
+            node.meta |= self._now
 
 
 def _ignoring_gradients(jump: Callable[[str], None], name: str, _: Any) -> None:

@@ -130,8 +130,8 @@ def capture(
     _own_placeholders(module, table, buffers)
     refuse_foreign_parameters(module)
     refuse_lost_tensors(module, replaced)
-    fold_recomputed(module, recomputed=step.scopes.recomputed)
     _drop_aliases(module.graph)
+    fold_recomputed(module, recomputed=step.scopes.recomputed, mode=mode)
     remove_dead(module.graph)
     guards = faked.guards
     if faked.symbols:
