@@ -125,6 +125,28 @@ def test_a_tensor_of_the_model_is_written_as_in_eager_and_capture_does_not_touch
     assert torch.equal(model.count, reference.count)
 
 
+@pytest.mark.parametrize("kind", ["number", "tensor", "part", "out"])
+def test_a_tensor_from_elsewhere_is_written_as_in_eager_and_capture_does_not_touch_it(kind: str) -> None:
+    """The capture itself counted too, where nothing but a number was added."""
+    total, part, model = torch.zeros(3), torch.ones(3), support.seeded(lambda: nn.Linear(4, 3))
+
+    def step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if kind == "out":
+            torch.add(part, 1, out=total)
+        else:
+            (total[1:] if kind == "part" else total).mul_(3).add_(torch.tensor(2.0) if kind == "tensor" else 2)
+        return (model(x) * total - y).square().mean()
+
+    inputs = support.pair((4, 3), rank=0)
+    joint = trace(model, step, inputs)
+    assert torch.equal(total, torch.zeros(3))
+    losses = [run(joint, model, inputs)[0] for _ in range(2)]
+    written = total.clone()
+    total.zero_()
+    assert losses == [step(model, **inputs) for _ in range(2)]
+    assert torch.equal(total, written)
+
+
 def test_a_tensor_of_the_model_that_a_step_replaces_after_reading_it_is_refused() -> None:
     """It stayed what it was in the capture, in every step."""
     model = Remembers(in_place=False)

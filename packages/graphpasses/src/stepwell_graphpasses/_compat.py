@@ -90,6 +90,12 @@ class ExampleMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(**options)
         self.known: dict[Any, Any] = {}
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Where nothing but numbers meets a tensor that has values, torch computes with them, and would write them.
+        if FakeTensor not in types and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            args, kwargs = tree_map_tensors(self.from_tensor, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
 
 def flatten_named(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Leaves with dotted paths (``batch.tokens``, ``pair.0``), and the structure for :func:`unflatten`."""

@@ -372,7 +372,7 @@ def _untouched(model: nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
         (m, dict(m.__dict__), {k: dict(v) for k, v in m.__dict__.items() if type(v) is dict}) for m in model.modules()
     ]
     plain = [
-        (f"{path}.{name}" if path else name, m, name, value, value.clone())
+        (f"{path}.{name}" if path else name, m, name, value)
         for path, m in model.named_modules()
         for name, value in m.__dict__.items()
         if type(value) is torch.Tensor
@@ -384,7 +384,7 @@ def _untouched(model: nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
             yield replaced
     finally:
         random.setstate(python_state)
-        replaced += [(path, value) for path, m, name, value, _ in plain if m.__dict__.get(name) is not value]
+        replaced += [(path, value) for path, m, name, value in plain if m.__dict__.get(name) is not value]
         for module, attributes, dicts in before:
             for name, content in dicts.items():
                 now = attributes[name]
@@ -393,10 +393,6 @@ def _untouched(model: nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
                     attributes[name].update(content)
             module.__dict__.clear()
             module.__dict__.update(attributes)
-        with torch.no_grad():
-            for _, _, _, value, kept in plain:
-                if not torch.equal(value, kept):  # written in place
-                    value.copy_(kept)
 
 
 @contextmanager
