@@ -94,11 +94,27 @@ def widened(w: Any, a: Any, b: Any) -> Any:
 def test_writing_to_one_of_several_that_share_memory_is_refused(
     threads: Threads, functions: Sequence[Function], number: int, looped: bool
 ) -> None:
-    """A stage returned one tensor twice, and the next changed one of them in place: in one process both change, here only one did,
+    """A stage returned one tensor twice, and the next changed one of them in place: in one process both change, here one did,
     so that losses and gradients were others, and nothing said so.
     """
     with pytest.raises(StageUsageError, match=REFUSED.format(number)):
         threads(train, 1 if looped else 3, functions, looped=looped)
+
+
+def test_evaluation_refuses_it_too(threads: Threads) -> None:
+    """Tensors of inference mode do not count what is written to them."""
+
+    def evaluate(transport: Transport, functions: Sequence[Function], mode: Callable[[], Any]) -> Any:
+        executor = build(transport, [Calls(f) for f in functions], one_f_one_b(3, M))
+        x = numbers(ROWS, WIDTH)
+        x[0, 0] = torch.nan
+        with mode():
+            return executor.eval(*((x,) if executor.is_first else ()))
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with pytest.raises(StageUsageError, match=REFUSED.format(0)):
+            threads(evaluate, 3, (twice, writes, product), mode)
+        assert threads(evaluate, 3, (twice, reads, product), mode)[-1].shape == (ROWS, WIDTH)
 
 
 def train_process(functions: Sequence[Function]) -> dict[int, list[Any]]:

@@ -30,17 +30,26 @@ class Lent:
     ) -> None:
         self._call = call
         self._numbers = numbers
-        self._versions: list[tuple[int, torch.Tensor, int]] = []
+        self._before: list[tuple[int, torch.Tensor, int | torch.Tensor]] = []
 
     def __call__(self, received: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        values = [(number, received[number]) for number in self._numbers]
-        # Tensors of inference mode do not count what is written to them.
-        self._versions = [(number, value, value._version) for number, value in values if not value.is_inference()]
+        self._before = [(number, received[number], _state(received[number])) for number in self._numbers]
         return self._call(received)
 
     def written(self) -> int | None:
         """The first of them that was written to."""
-        return next((number for number, value, version in self._versions if value._version != version), None)
+        return next((number for number, value, before in self._before if not _is_as(value, before)), None)
+
+
+def _state(value: torch.Tensor) -> int | torch.Tensor:
+    """What shows whether a tensor is written to: its count of that, which those of inference mode do not have, or a copy."""
+    return value.clone() if value.is_inference() else value._version
+
+
+def _is_as(value: torch.Tensor, before: int | torch.Tensor) -> bool:
+    if isinstance(before, int):
+        return value._version == before
+    return bool(((value == before) | ((value != value) & (before != before))).all())  # NaN is no number, but the same
 
 
 def sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
