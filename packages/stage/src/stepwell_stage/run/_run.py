@@ -16,7 +16,7 @@ from stepwell_p2p import ChannelPolicy, Edge, Transport
 from stepwell_p2p.exceptions import PeerFailure, TransportError
 
 from .._compat import is_profiling
-from ..exceptions import StageExecutionError, StageUsageError
+from ..exceptions import ScheduleError, StageExecutionError, StageUsageError
 from ..plan._action import Action, Kind
 from ..plan._lower import Plan
 from ..plan._prove import prove
@@ -86,6 +86,7 @@ class Run:
         if transport.size > 1:
             # A transport that does not say which messages share a channel gives each edge its own.
             prove(plan, transport.rules, channels=getattr(transport, "policy", ChannelPolicy.PER_EDGE))
+            _check_orders(plan)
         self.has_backward = plan.schedule.has_backward
         self._plan = plan
         self._wiring = wiring
@@ -348,15 +349,13 @@ class Run:
         )
 
     def _firsts(self, stage: int, groups: Sequence[int], *, backward: bool = False) -> frozenset[int]:
-        """Of each group the microbatch that a stage runs first, forward or backward: what it sends of that group first."""
+        """Of each group the microbatch whose values, or gradients, a stage sends first."""
         key = (stage, tuple(groups), backward)
         if key not in self._first:
             first: dict[int, int] = {}
-            for action in self._plan.schedule.actions[self._plan.placement.ranks[stage]]:
-                for leaf in action.leaves:
-                    wanted = leaf.kind.is_backward and leaf.kind is not Kind.W if backward else leaf.kind is Kind.F
-                    if leaf.stage == stage and wanted and leaf.microbatch is not None and leaf.microbatch < len(groups):
-                        first.setdefault(groups[leaf.microbatch], leaf.microbatch)
+            for microbatch in _order(self._plan, stage, Kind.SEND_B if backward else Kind.SEND_F):
+                if microbatch < len(groups):
+                    first.setdefault(groups[microbatch], microbatch)
             self._first[key] = frozenset(first.values())
         return self._first[key]
 
@@ -393,3 +392,40 @@ class Run:
             microbatch=action.microbatch,
             action=str(action),
         )
+
+
+def _check_orders(plan: Plan) -> None:
+    """Refuse a plan that takes what crosses a link in another order than it is sent: the first that is sent says how all look.
+
+    Raises:
+        ScheduleError: which.
+    """
+    ranks = plan.placement.ranks
+    for source, destination in plan.links:
+        if ranks[source] == ranks[destination]:
+            continue
+        for sends, receives, maker, taker in (
+            (Kind.SEND_F, Kind.RECV_F, source, destination),
+            (Kind.SEND_B, Kind.RECV_B, destination, source),
+        ):
+            pairs = zip(
+                _order(plan, maker, sends), _order(plan, taker, receives, maker), strict=True
+            )  # every send meets its receive
+            sent, taken = next(((sent, taken) for sent, taken in pairs if sent != taken), (0, 0))
+            if sent != taken:
+                raise ScheduleError(
+                    f"{plan.schedule.name}: rank {ranks[maker]} has {Action(maker, sends, sent)} where rank {ranks[taker]} has"
+                    f" {Action(taker, receives, taken)}: take what crosses in the order in which it is sent"
+                )
+
+
+def _order(plan: Plan, stage: int, kind: Kind, peer: int | None = None) -> Sequence[int]:
+    """The microbatches of a stage's actions of one kind, in the plan's order; of those that concern a peer, if one is given."""
+    return [
+        action.microbatch
+        for action in plan.actions[plan.placement.ranks[stage]]
+        if action.kind is kind
+        and action.stage == stage
+        and action.peer in (None, peer)
+        and action.microbatch is not None
+    ]
