@@ -103,7 +103,8 @@ class Transport(Protocol):
         """Start every message of the batch.
 
         Raises:
-            P2PUsageError: an op does not start (send) or end (receive) at this rank, or names a rank outside the group.
+            P2PUsageError: an op does not start (send) or end (receive) at this rank, or names a rank outside the group, or a
+                buffer does not fit its meta. Then nothing of the batch was started.
             PeerFailure: another rank has failed or aborted before.
         """
         ...

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from ._battery import TRANSPORT_CHECKS, Check, TransportCheckError, check_transport
+from ._battery import TRANSPORT_CHECKS, check_transport
+from ._check import Check, TransportCheckError
 from ._fabrics import Fabric, PoolFabric, ThreadFabric, die
 from ._recording import Fault, FaultyTransport, RecordingTransport
 
