@@ -255,6 +255,11 @@ class Shares(nn.Module):
         elif kind == "part":
             self.head.weight = nn.Parameter(flat.view(12, 4)[:6])
             self.embed.weight = nn.Parameter(flat.view(12, 4)[5:11])
+        elif kind == "columns":
+            self.embed.weight, self.head.weight = (nn.Parameter(part) for part in flat.view(6, 8).chunk(2, dim=1))
+        elif kind == "column":
+            self.embed.weight = nn.Parameter(flat[:42].view(6, 7)[:, :4])
+            self.head.weight = nn.Parameter(flat[:42].view(6, 7)[:, 3:])
         else:
             self.register_buffer("old", self.head.weight.data)
         if kind == "frozen":
@@ -270,11 +275,14 @@ class Shares(nn.Module):
     [
         ("parameter", "embed.weight and head.weight|head.weight and embed.weight"),
         ("part", "head.weight and embed.weight"),
+        ("column", "embed.weight and head.weight"),
         ("buffer", "head.weight and old|old and head.weight"),
     ],
 )
 def test_parameters_that_share_memory_and_are_not_one_are_refused(kind: str, names: str) -> None:
-    """In eager an optimizer's step on one changes the other; as shards they lay apart, and trained apart without a word."""
+    """In eager an optimizer's step on one changes the other; as shards they lay apart, and trained apart without a word. Columns
+    of one matrix, which share no element, were refused too.
+    """
     inputs = {"tokens": torch.tensor([[0, 3]])}
     with fake_world(2):
         model = Shares(kind)
@@ -282,7 +290,7 @@ def test_parameters_that_share_memory_and_are_not_one_are_refused(kind: str, nam
         with pytest.raises(ModelStateError, match=rf"^({names}) are two tensors in the same memory"):
             GraphCompiler(model, lambda model, tokens: model(tokens)).compile(**inputs)
         assert all(tensor is before[name] for name, tensor in model.named_parameters())
-        for legal, mode in ((kind, "ddp"), ("beside", "fsdp"), ("frozen", "fsdp")):
+        for legal, mode in ((kind, "ddp"), ("beside", "fsdp"), ("columns", "fsdp"), ("frozen", "fsdp")):
             GraphCompiler(Shares(legal), lambda model, tokens: model(tokens), PassConfig(dp_mode=mode)).compile(
                 **inputs
             )

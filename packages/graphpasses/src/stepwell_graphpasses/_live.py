@@ -330,23 +330,45 @@ def _refuse_sharded(table: ParameterTable, topology: DataParallelTopology | None
 
 def _refuse_overlaps(model: nn.Module, table: ParameterTable) -> None:
     """Shards lie apart: what was written through one name would no longer be read through the other."""
-    found: list[tuple[int, int, str, bool]] = []
+    found: list[tuple[int, int, str, torch.Tensor, bool]] = []
     buffers = [
         (names[0], buffer) for buffer, names in names_by_tensor(list(model.named_buffers(remove_duplicate=False)))
     ]
     for name, tensor in (*((p.name, model.get_parameter(p.name)) for p in table), *buffers):
         local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         if local.numel() and not local.is_meta and local.layout is torch.strided:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-            found.append((local.data_ptr(), local.data_ptr() + span * local.element_size(), name, tensor.requires_grad))
-    widest: tuple[int, int, str, bool] | None = None
-    for one in sorted(found):
-        if widest is not None and one[0] < widest[1] and (one[3] or widest[3]):
-            raise ModelStateError(
-                f"{widest[2]} and {one[2]} are two tensors in the same memory: as shards they would lie apart, and no longer"
-                " change together; use one and the same Parameter under both names, or give each its own memory (clone())"
-            )
-        widest = one if widest is None or one[1] > widest[1] else widest
+            end = local.data_ptr() + _span(local) * local.element_size()
+            found.append((local.data_ptr(), end, name, local, tensor.requires_grad))
+    near: list[tuple[int, int, str, torch.Tensor, bool]] = []
+    for one in sorted(found, key=lambda item: item[:3]):
+        near = [other for other in near if one[0] < other[1]]
+        for other in near:
+            if (one[4] or other[4]) and _share_elements(other[3], one[3]):
+                raise ModelStateError(
+                    f"{other[2]} and {one[2]} are two tensors in the same memory: as shards they would lie apart, and no longer"
+                    " change together; use one and the same Parameter under both names, or give each its own memory (clone())"
+                )
+        near.append(one)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _share_elements(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors meet, of which the second starts within the first: columns of one matrix lie side by side."""
+    offset, rest = divmod(right.data_ptr() - left.data_ptr(), left.element_size())
+    if rest or left.element_size() != right.element_size():
+        return True
+    taken = torch.zeros(max(_span(left), offset + _span(right)), dtype=torch.bool)
+
+    def places(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        return taken.as_strided(shape, tensor.stride(), start)
+
+    places(left, 0).fill_(True)
+    return bool(places(right, offset).any())
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
