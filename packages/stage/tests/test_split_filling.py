@@ -270,3 +270,49 @@ def test_units_that_find_what_others_put_there_are_on_one_stage(threads: Threads
         split(make(Shares), {"layers.3": 1}, example=numbers(0))
     with pytest.raises(StageUsageError, match=r"4 units make 3 groups.* such as a cache"):
         split(make(lambda: Shares(4)), 4, example=numbers(0))
+
+
+class Counted(Block):
+    """Puts plain values into the notes: as many as it was told to, and as many as it was called."""
+
+    def __init__(self, *, by_itself: bool = False, looks: bool = False) -> None:
+        super().__init__()
+        self.calls = 0
+        self.by_itself, self.looks = by_itself, looks
+
+    def forward(self, x: Tensor, notes: dict[str, Notes]) -> Tensor:
+        kept: Any = notes["kept"]
+        self.calls += 1
+        if not self.looks:
+            kept.seen = self.calls if self.by_itself else getattr(kept, "seen", 0) + x.shape[1]
+        elif float(x.detach().sum()) > 0:
+            kept.rows.append(x)
+        return super().forward(x)
+
+
+class Counts(nn.Module):
+    def __init__(self, number: Callable[[Any], int], **options: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counted(**options) for _ in range(4))
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = Notes()
+        for layer in self.layers:
+            x = layer(x, {"kept": kept})
+        return x * self.number(kept)
+
+
+def test_plain_values_that_units_put_into_an_object(threads: Threads) -> None:
+    """They were refused, though they are the same on every stage, and so were models whose cache remembers if it is empty."""
+    check(threads, make(lambda: Counts(lambda kept: kept.seen)), [{"x": numbers(0)}], steps())
+
+
+@pytest.mark.parametrize("option", ["by_itself", "looks"])
+def test_what_a_unit_leaves_otherwise_than_others_take_it_to(threads: Threads, option: str) -> None:
+    """What it put there came of its own counter, or of data: other stages had what it was in the example."""
+    x = numbers(0).abs()
+    model = make(lambda: Counts(lambda kept: 1 + len(kept.rows), **{option: True}))
+    refused(
+        threads, r"'layers\.\d' leaves something else in the Notes", model, [{"x": x}], [[{"x": x}, {"x": -20 * x}]]
+    )

@@ -38,6 +38,13 @@ class Enclosing:
     checkpoint: FrameType | None
     function: tuple[torch.Tensor, ...] | None
 
+    @property
+    def stays(self) -> str:
+        """Why what is made there stays on its stage; "" if it need not."""
+        if self.function is None:
+            return ""
+        return "it is made in an autograd function, such as a checkpoint with use_reentrant=True (False can be cut)"
+
 
 def enclosing(outside: FrameType) -> Enclosing:
     """Look at the calls that are under way.

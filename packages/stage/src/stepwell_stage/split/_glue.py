@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from .._compat import FakeTensor, pop_function_mode, push_function_mode
 from ..exceptions import StageUsageError
 from ._absent import BY_SHAPE, HOOKS, Absence, NeedsDataError
+from ._example import Example
 from ._frames import is_asked_by_model, source_line
 from ._leaves import Given, tensors_in, with_tensors
 from ._questions import FOLLOWED, MEASURES, UNTOLD
-from ._templates import Example, Templates
+from ._templates import Templates
 from ._ways import Route
 
 # What every tensor has; reading it computes nothing. The others give tensors.
@@ -242,6 +243,8 @@ class StageGlue(Glue):
                 )
             if known is not None:
                 known.check(name, out, needs=self._absence.tracks, shapes=self._measures)
+                if given.objects:
+                    known.check_left(name, given, by_data=example is not None, shapes=self._measures)
         else:
             out = self._templates.known(name, module, call, given, example).result(self._templates.forward)
             taken = route.part.takes.get(number)

@@ -15,6 +15,7 @@ from .._compat import quiet_fakes
 from ..exceptions import StageUsageError
 from ..run._probe import undisturbed
 from ._absent import Absence, NeedsDataError
+from ._example import Example
 from ._hold import constants, of_units
 from ._inputs import Inputs, Kinds
 from ._leaves import tensors_in, with_tensors
@@ -23,7 +24,7 @@ from ._poison import UnitState
 from ._record import Recorder
 from ._settings import Settings
 from ._state import Flags, GlueState, undrawn
-from ._templates import Example, Templates
+from ._templates import Templates
 from ._units import Branch, choose_units
 from ._values import Recording
 from ._watch import Made, check_left

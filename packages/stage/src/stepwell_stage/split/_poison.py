@@ -97,8 +97,10 @@ class UnitState:
             after = self._look(module, args)
             for place, (holder, now, lasts) in after.items():
                 is_as_before = place in before and _are_same(before[place][1], now)
+                # What it puts into objects that it is given is put there on every stage, unless data decide what it is.
+                is_filled = not (lasts or self._by_data) and type(holder[place[1]]) in PLAIN_TYPES
                 if place in hidden or not (
-                    is_as_before or (place not in before and self._is_told(module, holder, place[1]))
+                    is_as_before or is_filled or (place not in before and self._is_told(module, holder, place[1]))
                 ):
                     self._hide(place, holder, name)
                     self._lasts = self._lasts or lasts

@@ -17,6 +17,7 @@ from .._compat import is_transformed, takes_forward_derivative
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
 from ._crossing import crossing
+from ._example import Effects, Example
 from ._filling import Filling, Watched
 from ._frames import Enclosing, enclosing, source_line
 from ._glue import Glue, check_told
@@ -26,7 +27,7 @@ from ._poison import UnitState
 from ._questions import FOLLOWED
 from ._settings import Settings, may_draw
 from ._state import DRAWN, Flags
-from ._templates import Effects, Example, Known, Templates, check_content
+from ._templates import Known, Templates, check_content
 from ._values import INPUTS, Call, Key, Origin, Read, Recording, Value, unit_between
 from ._watch import Draws, Inside, Made, check_called, check_returned, check_taken
 from ._withheld import filled
@@ -35,12 +36,6 @@ _CHANGED = "it is changed in place"
 _UNSEEN = "it is made where nothing is seen"
 _TRANSFORMED = "it is made in a transform of torch.func"
 _UNKNOWN = "a tensor of unknown origin"
-
-
-def _stays_in(around: Enclosing) -> str:
-    if around.function is None:
-        return ""
-    return "it is made in an autograd function, such as a checkpoint with use_reentrant=True (False can be cut)"
 
 
 @attrs.frozen(eq=False)
@@ -181,6 +176,7 @@ class Recorder(Glue):
         return self._memory_of(tensor) in self._writers
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether glue has a tensor."""
         seen = self._seen.get(id(tensor))
         return seen is not None and seen.tensor is tensor
 
@@ -248,7 +244,7 @@ class Recorder(Glue):
                 # The argument itself, such as a dropout's that drops nothing: still what it was.
                 self._passed.append(((number, index), self._values[self._position(leaf)].key))
                 continue
-            stays = _CHANGED if is_changed else _stays_in(around)
+            stays = _CHANGED if is_changed else around.stays
             self._add(leaf, (number, index), Origin.GLUE, name, parents, stays=stays, is_drawn=draws.any)
         return out
 
@@ -265,12 +261,14 @@ class Recorder(Glue):
     def measured(self, tensor: torch.Tensor) -> None:
         """See :meth:`Glue.measured`."""
         if not self._measures:
-            self._measures = self._absence.is_absent(tensor) if self._templates is not None else self._is_made(tensor)
+            self._measures = self._is_made(tensor) if self._templates is None else self._absence.is_absent(tensor)
 
     def _is_made(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor comes from a unit."""
         seen = self._seen.get(id(tensor))
-        todo = [] if seen is None else [seen.position]
+        if seen is None:
+            return self._maker_of(tensor) is not None
+        todo = [seen.position]
         while todo:
             value = self._values[todo.pop()]
             if value.origin is Origin.CALL:
@@ -338,13 +336,14 @@ class Recorder(Glue):
                     " have: return that beside it"
                 )
         self._found += ((maker, number) for maker in inside.makers)
+        self._measures = self._measures or inside.measures
         for index in effects.changed:
             self._add(given[index], (number, -1), Origin.CALL, name, inputs, stays=_CHANGED)
         leaves = list(tensors_in(out))
         for index, (leaf, shared) in enumerate(zip(leaves, effects.shared, strict=True)):
             if shared is not None:
                 self._same[memory_of(leaf)] = self._memory_of([*given, *leaves][shared])
-            self._add(leaf, (number, index), Origin.CALL, name, inputs, stays=_stays_in(around))
+            self._add(leaf, (number, index), Origin.CALL, name, inputs, stays=around.stays)
         return out
 
     def _check_parameters(self, given: Sequence[torch.Tensor]) -> None:
@@ -417,10 +416,9 @@ class Recorder(Glue):
         maker = self._maker_of(tensor)
         if maker is not None:
             return "" if maker == unit else f"a tensor that unit {maker!r} makes"
-        seen = self._seen.get(id(tensor))
-        if seen is None or seen.tensor is not tensor:
+        if not self._is_seen(tensor):
             return ""
-        value = self._values[seen.position]
+        value = self._values[self._seen[id(tensor)].position]
         if value.name == _UNKNOWN and not value.parents:  # a constant of the model, which is in no module's buffers
             return ""
         names = {Origin.HELD: repr(value.name), Origin.INPUT: f"the input {value.name!r}"}

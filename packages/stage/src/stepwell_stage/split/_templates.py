@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import attrs
 import torch
 from torch import nn
 
 from .._compat import FakeTensor, is_own_attribute
 from ..exceptions import StageUsageError
-from ._absent import Absence, look_alike, memory_of, versions
+from ._absent import Absence, look_alike, versions
+from ._example import Effects, Example
 from ._filling import Filling, Untold, Watched
 from ._leaves import Given, contents, rebuilt, shown_by, structure, tensors_in, with_tensors
 from ._needs import needing
@@ -22,43 +21,8 @@ from ._reached import DeepCopies, as_copy
 from ._shadow import Attributes
 from ._state import plain_in
 
-# A dim of a result: a number, or dims of the inputs (which tensor, which dim), multiplied.
-_Dim: TypeAlias = "int | tuple[tuple[int, int], ...]"
-
-# The shape of a result, and those of the inputs.
-_Sample: TypeAlias = "tuple[tuple[int, ...], Sequence[tuple[int, ...]]]"
-
-
-@attrs.frozen
-class Effects:
-    """What a call of a unit does beside making new tensors.
-
-    Attributes:
-        changed: which of the tensors that it takes it changes in place.
-        shared: for each tensor that it gives, which has the same memory: of those that it takes, and then of those that it
-            gives. None: no earlier one.
-    """
-
-    changed: tuple[int, ...]
-    shared: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, given: Sequence[torch.Tensor], before: Sequence[int], made: Sequence[torch.Tensor]) -> Effects:
-        """From a call that has returned.
-
-        Args:
-            given: the tensors that it took.
-            before: their versions, before the call.
-            made: the tensors that it gave.
-        """
-        first: dict[int, int] = {}
-        for number, tensor in enumerate((*given, *made)):
-            first.setdefault(memory_of(tensor), number)
-        shared = (first[memory_of(tensor)] for tensor in made)
-        return cls(
-            tuple(number for number, now in enumerate(versions(given)) if now != before[number]),
-            tuple(number if number < len(given) + index else None for index, number in enumerate(shared)),
-        )
+_Content: TypeAlias = "tuple[Hashable, ...]"
+"""What of an object may decide what a unit that is given it does."""
 
 
 _NONE = Effects((), ())
@@ -189,7 +153,7 @@ class Templates:
                 tensor.layout,
             )
         if given.objects:
-            key += [tuple(_kept_in(one)) for one in given.objects]
+            key.append(_left_in(given))
         return tuple(key)
 
     def _keep(self, key: Hashable, known: Known) -> Known:
@@ -204,7 +168,7 @@ class Templates:
             scaled, filling = example.scaled(name, given.tensors, self._absence)
             if filling is not None:
                 filling.again(given.objects, self._absence.like)
-            return Known(scaled, example.effects, filling)
+            return Known(scaled, example.effects, filling, _left_in(given))
         absent = [self._absence.like(tensor) for tensor in given.tensors]
         following = iter(absent)
         args, kwargs = with_tensors(given.args, following), with_tensors(dict(given.kwargs), following)
@@ -229,9 +193,9 @@ class Templates:
                     f"unit {name!r} is given a function that sets a variable around it (nonlocal), which other stages do not see:"
                     " let it append to a list instead, or return what it makes"
                 )
-            return Known(result, effects, watched.filling(self._absence.like))
+            return Known(result, effects, watched.filling(self._absence.like), _left_in(given))
         except Untold:
-            return Known(result, effects, is_told=False)
+            return Known(result, effects, None, _left_in(given), is_told=False)
 
     def _remembering(self, value: Any) -> Any:
         """The same with functions that remember absent tensors."""
@@ -251,11 +215,18 @@ class Known:
     """
 
     def __init__(
-        self, result: Any, effects: Effects = _NONE, filling: Filling | None = None, *, is_told: bool = True
+        self,
+        result: Any,
+        effects: Effects = _NONE,
+        filling: Filling | None = None,
+        left: Sequence[_Content] = (),
+        *,
+        is_told: bool = True,
     ) -> None:
         self.effects = effects
         self.filling = filling
         self.is_told = is_told
+        self._left = left
         leaves: list[torch.Tensor] = []
         self._structure = structure(result, leaves, [])
         self.attributes = [name for leaf in leaves for name in vars(leaf) if is_own_attribute(name)]
@@ -297,6 +268,32 @@ class Known:
             leaf = torch.empty_like(kept)
         return needing(leaf) if self._needs[number] else leaf
 
+    def check_left(self, name: str, given: Given, *, by_data: bool, shapes: bool) -> None:
+        """A unit really has left in objects what stages that do not have it find there.
+
+        Args:
+            name: of the unit.
+            given: what it took.
+            by_data: whether it decides by data, so that nobody may look at plain values that it put there.
+            shapes: whether it matters what shapes there are.
+
+        Raises:
+            StageUsageError: it has not.
+        """
+
+        def tensors(content: _Content) -> list[Hashable]:
+            found = (one for one in content if isinstance(one, tuple) and len(one) == 3)
+            return [one if shapes else one[::2] for one in found]
+
+        now = _left_in(given)
+        if now == self._left or (by_data and list(map(tensors, now)) == list(map(tensors, self._left))):
+            return
+        kinds = " or ".join(sorted({type(one).__name__ for one in given.objects}))
+        raise StageUsageError(
+            f"unit {name!r} leaves something else in the {kinds} that it is given than in the example or before,"
+            " and other stages do not see it: return it as a tensor"
+        )
+
     def check(self, name: str, result: Any, *, needs: bool, shapes: bool) -> None:
         """What a unit gives really is what stages that do not have it take it to give, wherever Python may look at that.
 
@@ -332,82 +329,6 @@ class Known:
                 )
 
 
-class Example:
-    """What a unit took and gave in the example.
-
-    Attributes:
-        effects: what else the call did.
-        plain: what it gave that is no tensor.
-    """
-
-    def __init__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        result: Any,
-        effects: Effects,
-        filling: Filling | None,
-        absence: Absence,
-    ) -> None:
-        self.effects = effects
-        self._filling = filling
-        shapes = [tuple(tensor.shape) for tensor in inputs]
-        filled = () if filling is None else filling.tensors
-        self._looks = [_Look(leaf, shapes) for leaf in (*tensors_in(result), *filled)]
-        self._result = with_tensors(result, map(absence.of, tensors_in(result)))
-        self.plain = structure(result, [], [])
-
-    def learn(self, other: Example) -> None:
-        """Of the same call with inputs of other sizes: what follows them, and what is as large by chance."""
-        if self.plain == other.plain and len(self._looks) == len(other._looks):
-            for mine, one in zip(self._looks, other._looks, strict=True):
-                mine.learn(one)
-
-    def scaled(self, name: str, inputs: Sequence[torch.Tensor], absence: Absence) -> tuple[Any, Filling | None]:
-        """The result for inputs of other sizes, and what is put into objects."""
-        shapes = [tuple(tensor.shape) for tensor in inputs]
-        try:
-            absent = iter([look.absent(shapes, absence) for look in self._looks])
-            result = with_tensors(self._result, absent)
-            return result, None if self._filling is None else self._filling.with_tensors(list(absent))
-        except IndexError as error:
-            raise StageUsageError(
-                f"unit {name!r} decides by data what it computes, and was called with other inputs than in the example"
-            ) from error
-
-
-class _Look:
-    """How one result looks, in terms of the inputs' sizes."""
-
-    def __init__(self, leaf: torch.Tensor, inputs: Sequence[tuple[int, ...]]) -> None:
-        self.dtype = leaf.dtype
-        self.needs_grad = leaf.requires_grad
-        self.device = leaf.device
-        self._samples: list[_Sample] = [(tuple(leaf.shape), inputs)]
-        self._find()
-
-    def learn(self, other: _Look) -> None:
-        """See :meth:`Example.learn`."""
-        ((made, inputs),) = other._samples
-        if len(made) == len(self.dims) and list(map(len, inputs)) == list(map(len, self._samples[0][1])):
-            self._samples.append((made, inputs))
-            self._find()
-
-    def _find(self) -> None:
-        self.dims = [_as_input(self._samples, position) for position in range(len(self._samples[0][0]))]
-
-    def absent(self, inputs: Sequence[tuple[int, ...]], absence: Absence) -> torch.Tensor:
-        sizes = []
-        for dim in self.dims:
-            if isinstance(dim, int):
-                sizes.append(dim)
-                continue
-            sizes.append(_size(dim, inputs))
-        device = absence.device if self.device.type == "meta" else self.device
-        with absence.mode:
-            absent = torch.empty(sizes, dtype=self.dtype, device=device)
-        return needing(absent) if self.needs_grad and absence.tracks and torch.is_grad_enabled() else absent
-
-
 def check_content(name: str, before: Sequence[tuple[Any, list[Any]]], result: Any) -> None:
     """A unit does not change the containers that it is given: other stages would not see it, unless it returns them.
 
@@ -436,6 +357,10 @@ def _as_copies(value: Any, copies: DeepCopies) -> Any:
     return copies.get(id(value), value) if new is value else new
 
 
+def _left_in(given: Given) -> tuple[_Content, ...]:
+    return tuple(tuple(_kept_in(one)) for one in given.objects)
+
+
 def _kept_in(value: Any) -> Iterator[Hashable]:
     """What of an object may decide what a unit that is given it does."""
     if isinstance(value, nn.Module | type):
@@ -444,7 +369,7 @@ def _kept_in(value: Any) -> Iterator[Hashable]:
         if isinstance(value.__self__, types.ModuleType | type | None):
             yield value
         else:
-            yield value.__qualname__
+            yield value.__name__
             yield from _kept_in(value.__self__)
     elif isinstance(value, types.FunctionType):
         yield value.__code__  # it may be made anew for each call
@@ -454,26 +379,4 @@ def _kept_in(value: Any) -> Iterator[Hashable]:
         yield from (*_kept_in(value.func), *_kept_in([*value.args, *value.keywords.items()]))
     else:
         for name, _, _, one in plain_in([value], "", set()):
-            yield (name, (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one)
-
-
-def _as_input(samples: Sequence[_Sample], position: int) -> _Dim:
-    """Where a size comes from: the same dim of an input, then any, then two that follow each other, multiplied."""
-    sizes = [made[position] for made, _ in samples]
-    if set(sizes) == {1}:
-        return 1
-    for dims in _candidates(samples[0][1], position):
-        if all(_size(dims, inputs) == size for (_, inputs), size in zip(samples, sizes, strict=True)):
-            return dims
-    return sizes[0]
-
-
-def _candidates(inputs: Sequence[tuple[int, ...]], position: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    yield from (((number, position),) for number, shape in enumerate(inputs) if position < len(shape))
-    yield from (((number, dim),) for number, shape in enumerate(inputs) for dim in range(len(shape)))
-    for number, shape in enumerate(inputs):
-        yield from (((number, dim), (number, dim + 1)) for dim in range(len(shape) - 1))
-
-
-def _size(dims: tuple[tuple[int, int], ...], inputs: Sequence[tuple[int, ...]]) -> int:
-    return math.prod(inputs[number][dim] for number, dim in dims)
+            yield (name, one.shape, one.dtype) if isinstance(one, torch.Tensor) else (name, one)

@@ -17,6 +17,7 @@ from ..exceptions import StageUsageError
 from ._absent import reads, versions, written
 from ._frames import source_line
 from ._leaves import Given, shown_by, tensors_in
+from ._questions import MEASURES
 from ._settings import may_draw
 
 Made: TypeAlias = "dict[int, tuple[weakref.ref[torch.Tensor], str]]"
@@ -36,6 +37,7 @@ class Inside(TorchFunctionMode):
 
     Attributes:
         makers: other units that made something which glue has not, and of which what this one gives is made.
+        measures: whether anybody asked for the shape of such a thing.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Inside(TorchFunctionMode):
         self._drawn = drawn
         self._is_seen = is_seen
         self.makers: set[str] = set()
+        self.measures = self._runs = False
         self._of_others: dict[int, tuple[torch.Tensor, set[str]]] = {}  # what is made of it, by identity
 
     def __torch_function__(
@@ -67,6 +70,8 @@ class Inside(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(kwargs)]
         self._check(given)
+        if self._runs and (name == "__get__" or name in MEASURES):
+            self.measures = self.measures or any(map(self._others, given))
         before = versions(given)
         if may_draw(name, args, kwargs):
             with Draws() as draws:
@@ -96,7 +101,11 @@ class Inside(TorchFunctionMode):
         """The same call of the unit, whose result is looked at."""
 
         def seen(*args: Any, **kwargs: Any) -> Any:
-            out = call(*args, **kwargs)
+            self._runs = True  # what looks at arguments before and after is not the unit
+            try:
+                out = call(*args, **kwargs)
+            finally:
+                self._runs = False
             self.makers.update(*map(self._others, tensors_in(out)))
             self._of_others.clear()
             return out
