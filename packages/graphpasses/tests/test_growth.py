@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import graphpasses_support as support
@@ -21,6 +20,7 @@ from stepwell_graphpasses import (
     trace,
 )
 from stepwell_graphpasses.testing import fake_world
+from stepwell_meta.testing import count_calls
 
 
 def calls_of_passes(layers: int, config: PassConfig, passes: list[Any]) -> int:
@@ -29,19 +29,7 @@ def calls_of_passes(layers: int, config: PassConfig, passes: list[Any]) -> int:
     compiler = GraphCompiler(support.MLP(*[3] * (layers + 1)), support.mse_loss, config, passes=passes)
     compiler.compile(**inputs)
     joint = trace(support.MLP(*[3] * (layers + 1)), support.mse_loss, inputs)
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        compiler.build(joint)
-    finally:
-        sys.setprofile(before)
-    return count
+    return count_calls(lambda: compiler.build(joint))
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 import stepwell_stage
+from stepwell_meta.testing import count_calls
 from stepwell_stage import split
 
 
@@ -25,30 +21,13 @@ class Layers(nn.Module):
         return x
 
 
-def calls_within(act: Callable[[], object]) -> int:
-    """Calls within this package."""
-    package, calls = stepwell_stage.__path__[0], 0
-
-    def see(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        act()
-    finally:
-        sys.setprofile(before)
-    return calls
-
-
 def calls_of_a_forward(count: int, forwards: int = 3) -> int:
     """In a forward of the last of two stages after some others."""
     module = split(Layers(count), 2, example=torch.ones(2, 4)).module(1)
     received, x = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4)
     for _ in range(forwards):
         module(received, x=x)
-    return calls_within(lambda: module(received, x=x))
+    return count_calls(lambda: module(received, x=x), within=stepwell_stage)
 
 
 def test_a_forward_does_little_beside_its_units() -> None:
@@ -65,7 +44,7 @@ def test_no_forward_does_more_than_the_one_before() -> None:
 def calls_of_a_split(count: int) -> int:
     """In cutting a model into two."""
     model, x = Layers(count), torch.ones(2, 4)
-    return calls_within(lambda: split(model, 2, example=x))
+    return count_calls(lambda: split(model, 2, example=x), within=stepwell_stage)
 
 
 def test_a_split_grows_with_the_number_of_units() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from split_support import Block, make, numbers
 from torch import Tensor, nn
 
+from stepwell_meta.testing import count_calls
 from stepwell_stage import split
 
 
@@ -31,23 +28,6 @@ class Joined(nn.Module):
         return x
 
 
-def calls(work: Callable[[], object]) -> int:
-    """How many functions of Python are called."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_work_grows_with_the_layers_and_no_faster(skips: bool) -> None:
     """To cut four times as many layers, and to make all stages of them, is about four times the work."""
@@ -59,4 +39,4 @@ def test_the_work_grows_with_the_layers_and_no_faster(skips: bool) -> None:
             found.module(stage)
 
     cut(few)  # what is done but once in a process
-    assert calls(lambda: cut(many)) < 4.5 * calls(lambda: cut(few))
+    assert count_calls(lambda: cut(many)) < 4.5 * count_calls(lambda: cut(few))
