@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import attrs
 import pytest
 
 from stepwell_meta.testing import WorkerPool
@@ -15,9 +14,7 @@ from stepwell_p2p import (
     LoopbackFabric,
     LoopbackTransport,
     Placement,
-    Recv,
     Rules,
-    Send,
     Transport,
     Wire,
 )
@@ -89,57 +86,7 @@ def test_gloo_keeps_promises_without_channels_too(workers: WorkerPool, check: Ch
     check_transport(lambda size: PoolFabric(workers, size, on_the_group), checks=[check])
 
 
-# ---- the battery itself: a transport that breaks a promise is found out
-
-
-class Broken:
-    """A loopback transport with one thing wrong."""
-
-    def __init__(self, inner: LoopbackTransport, fault: str) -> None:
-        self.inner, self.fault = inner, fault
-        self.rank, self.size, self.rules = inner.rank, inner.size, inner.rules
-
-    def post(self, batch: Sequence[Send | Recv]) -> object:
-        if self.fault == "waits in post":
-            time.sleep(0.5)
-        if self.fault == "accepts anything":
-            batch = [item for item in batch if item.op.rank == self.rank]
-        if self.fault == "shares memory":
-            batch = [attrs.evolve(item, owned=True) if isinstance(item, Send) else item for item in batch]
-        if self.fault == "loses the buffer":
-            batch = [attrs.evolve(item, buffer=None) if isinstance(item, Recv) else item for item in batch]
-        return self.inner.post(batch)
-
-    def abort(self, reason: str, **where: object) -> None:
-        if self.fault != "tells nobody":
-            self.inner.abort(reason, **({} if self.fault == "forgets where" else where))  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@pytest.mark.parametrize(
-    ("fault", "check"),
-    [
-        ("waits in post", "early_and_late"),
-        ("accepts anything", "refusals"),
-        ("shares memory", "ownership"),
-        ("loses the buffer", "ownership"),
-        ("forgets where", "abort"),
-        ("tells nobody", "abort"),
-    ],
-)
-def test_a_broken_promise_is_found_out(fault: str, check: str) -> None:
-    def make(size: int) -> ThreadFabric:
-        def connect() -> Callable[[int], Broken]:
-            fabric = LoopbackFabric(size, timeout=3)
-            return lambda rank: Broken(fabric.transport(rank), fault)
-
-        return ThreadFabric(size, connect)
-
-    checks = [one for one in TRANSPORT_CHECKS if one.name == check]
-    with pytest.raises(TransportCheckError, match=f"check '{check}' failed"):
-        check_transport(make, checks=checks, deadline=10)
+# ---- the battery itself; see also test_battery_catches.py
 
 
 def test_a_rank_that_hangs_is_named() -> None:

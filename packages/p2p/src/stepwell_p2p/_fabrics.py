@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -62,6 +63,7 @@ class ThreadFabric:
             try:
                 transport = make(rank)
                 value = program(transport, *args)
+                transport.close()
                 outcomes[rank] = Outcome(rank, value=value, seconds=time.monotonic() - start)
             except BaseException as error:  # whatever a program raises goes to the caller
                 seconds = time.monotonic() - start
@@ -73,10 +75,10 @@ class ThreadFabric:
                     trace = traceback.format_exc()
                     outcomes[rank] = Outcome(rank, error=type(error).__name__, trace=trace, seconds=seconds)
                 if transport is not None:
-                    transport.abort(reason)
-            finally:
-                if transport is not None:
-                    transport.close()
+                    with contextlib.suppress(Exception):  # what went wrong first is told already
+                        transport.abort(reason)
+                    with contextlib.suppress(Exception):
+                        transport.close()
 
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:

@@ -71,6 +71,7 @@ def abort(transport: Transport) -> None:
         time.sleep(0.3)
         transport.abort("the reason", stage=1, microbatch=2, action="F")
         transport.abort("another reason")
+        expect(time.monotonic() - start < 2.5, "abort blocked")
     else:
         _expect_the_reason(functools.partial(receive, transport, source, meta))
         transport.abort("a reason of another rank", stage=3)
