@@ -45,6 +45,17 @@ class Demanding:
 
 
 @dataclasses.dataclass
+class Told:
+    """Keeps something that it is told and that is no field."""
+
+    a: int
+    more: dataclasses.InitVar[int] = 1
+
+    def __post_init__(self, more: int) -> None:
+        self.kept = more
+
+
+@dataclasses.dataclass
 class Mixed(OrderedDict[str, Any]):
     a: int = 0
 
@@ -61,6 +72,7 @@ class TupleLike(tuple[int, ...]):
         (Data, Fields("dataclass", ("a", "b"), ("a", None))),
         (Attrs, Fields("attrs class", ("_a", "b", "c"), ("a", "bee", None))),
         (Demanding, None),
+        (Told, None),
         (Mixed, None),
         (TupleLike, None),
         (tuple, None),
@@ -91,11 +103,10 @@ def test_fields_that_the_constructor_does_not_take_are_set_on_frozen_classes_too
 @dataclasses.dataclass
 class Halved:
     a: float
-    more: dataclasses.InitVar[int] = 1
 
-    def __post_init__(self, more: int) -> None:
+    def __post_init__(self) -> None:
         self.a = self.a / 2
-        self.kept = more
+        self.kept = 1
 
 
 @attrs.define

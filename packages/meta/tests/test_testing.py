@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from multiprocessing.connection import Connection
 
 import cloudpickle
 import pytest
@@ -162,6 +163,28 @@ def test_a_result_that_cannot_be_loaded_is_that_ranks_error_and_leaves_no_answer
     with pytest.raises(WorkerFailure, match="rank 0 raised ZeroDivisionError") as failure:
         workers.run(work, 2)
     assert failure.value.outcomes[1].ok
+    assert workers.run(dist.get_rank, 2) == [0, 1]
+
+
+@pytest.mark.parametrize(("end", "words"), [("dies", "SIGKILL"), ("stops", "stopped in the middle of its answer")])
+def test_a_rank_that_dies_or_stops_in_the_middle_of_its_answer_is_named(
+    workers: WorkerPool, end: str, words: str
+) -> None:
+    """Of one that died nothing was said but that a file ended, without the other ranks' outcomes; on one that stopped the call
+    waited for ever."""
+
+    def cut_off() -> str:
+        def half(connection: Connection, data: bytes) -> None:
+            os.write(connection.fileno(), bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL if end == "dies" else signal.SIGSTOP)
+
+        if dist.get_rank() == 1:
+            Connection._send = half  # type: ignore[attr-defined]
+        return "x" * 1000
+
+    outcomes = workers.outcomes(cut_off, 2, deadline=2)
+    assert outcomes[0].ok
+    assert words in outcomes[1].describe()
     assert workers.run(dist.get_rank, 2) == [0, 1]
 
 

@@ -226,6 +226,17 @@ class NeedsMore:
 
 
 @dataclasses.dataclass
+class MayBeTold:
+    """On another stage, what it was told came back as the default."""
+
+    h: torch.Tensor
+    factor: dataclasses.InitVar[int] = 1
+
+    def __post_init__(self, factor: int) -> None:
+        self.scale = factor
+
+
+@dataclasses.dataclass
 class DictToo(dict[str, Any]):
     h: torch.Tensor | None = None
 
@@ -257,6 +268,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "user dict": (UserDict(h=H), "outputs", "collections.UserDict"),
     "container and dataclass": (DictToo(), "outputs", "DictToo"),
     "constructor needs more": (NeedsMore(H, 3), "outputs", "NeedsMore"),
+    "constructor takes more": (MayBeTold(H, 3), "outputs", "MayBeTold"),
     "default dict": ([defaultdict(list, a=H)], "outputs[0] pytree context of collections.defaultdict[0]", "type"),
     "constant": ([Constant(len)], "outputs[0].value", "builtin_function_or_method"),
     "combined flag": ([Bits.A | Bits.B], "outputs[0]", "Bits"),

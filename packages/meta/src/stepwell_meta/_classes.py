@@ -12,7 +12,7 @@ import attrs
 
 from .exceptions import MetadataError
 
-__all__ = ["Fields", "class_map", "class_name", "fields_of", "make"]
+__all__ = ["Fields", "class_map", "class_name", "fields_of", "make", "why_not"]
 
 
 @attrs.frozen
@@ -54,7 +54,7 @@ def fields_of(cls: type) -> Fields | None:
     """The fields of a named tuple, dataclass or attrs class; None for any other class.
 
     A container (a subclass of tuple, list, dict or set) that is also a dataclass has contents beside its fields, so it is
-    none of these; nor is a class whose constructor needs more than its fields.
+    none of these; nor is a class whose constructor takes more than its fields, for what that was is kept nowhere.
     """
     names = getattr(cls, "_fields", None)
     if issubclass(cls, tuple) and hasattr(cls, "_make") and isinstance(names, tuple):
@@ -74,12 +74,23 @@ def fields_of(cls: type) -> Fields | None:
     return fields if _can_be_called_with(cls, fields.arguments) else None
 
 
+def why_not(cls: type) -> str:
+    """What a message adds about a class of fields that `fields_of` knows none of, or of which some are not set."""
+    if not (dataclasses.is_dataclass(cls) or attrs.has(cls)) or issubclass(cls, tuple | list | dict | set | frozenset):
+        return ""
+    return " (its constructor takes other arguments than its fields, or one of them is not set)"
+
+
 def _can_be_called_with(cls: type, arguments: Sequence[str | None]) -> bool:
     try:
-        inspect.signature(cls).bind(**{name: None for name in arguments if name is not None})
+        signature = inspect.signature(cls)
+        signature.bind(**{name: None for name in arguments if name is not None})
     except (TypeError, ValueError):
         return False
-    return True
+    return not any(
+        parameter.name not in arguments and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in signature.parameters.values()
+    )
 
 
 def make(cls: type, fields: Fields, values: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -244,7 +245,7 @@ class WorkerPool:
                 break
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]  # wait() gives back what it was given
-                outcomes[rank] = workers[rank].answer(rank, time.monotonic() - start)
+                outcomes[rank] = workers[rank].answer(rank, start, end)
                 if not outcomes[rank].ok and grace is not None:
                     end = min(end, time.monotonic() + grace)
         late = [rank for rank in range(len(workers)) if rank not in outcomes]
@@ -262,15 +263,32 @@ class _Worker:
         self.connection = connection
         self.stack_path = stack_path
 
-    def answer(self, rank: int, seconds: float) -> Outcome:
+    def answer(self, rank: int, start: float, end: float) -> Outcome:
         import cloudpickle
 
+        stopped = threading.Event()
+
+        def stop() -> None:
+            stopped.set()
+            self.process.kill()
+
+        watch = threading.Timer(max(1.0, end - time.monotonic()), stop)
+        watch.start()
         try:
-            answer: Answer = self.connection.recv()
-        except (EOFError, ConnectionResetError):
+            answer: Answer | None = self.connection.recv()
+        except (EOFError, OSError):  # OSError: in the middle of an answer
+            answer = None
+        finally:
+            watch.cancel()
+        if stopped.is_set():
+            trace = "(it stopped in the middle of its answer)"
+            return Outcome(rank, hung=True, trace=trace, seconds=time.monotonic() - start)
+        if answer is None:
             self.process.join(5)
-            if self.process.exitcode is None:
-                return Outcome(rank, hung=True, trace="(it closed its connection and lives on)", seconds=seconds)
+        seconds = time.monotonic() - start
+        if answer is None and self.process.exitcode is None:
+            return Outcome(rank, hung=True, trace="(it closed its connection and lives on)", seconds=seconds)
+        if answer is None:
             return Outcome(rank, exit_code=self.process.exitcode, seconds=seconds)
         if answer.error is not None:
             return Outcome(rank, error=answer.error, trace=answer.trace, seconds=seconds)

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from ._classes import class_map, class_name, fields_of, make
+from ._classes import class_map, class_name, fields_of, make, why_not
 from ._compat import container_classes, container_rule
 from ._tensor import type_name
 from .exceptions import MetadataError, UnsupportedValueError
@@ -253,8 +253,8 @@ class _Walker:
             branch = Branch(fields.kind, children, tuple(Static(field) for field in fields.names), name)
         else:
             raise UnsupportedValueError(
-                f"outputs{_spell(path)}: cannot send a {type_name(value)} to another stage; use tensors, None, numbers, "
-                "strings, enums, and tuples, lists, dicts, named tuples, dataclasses or attrs classes of these, or "
+                f"outputs{_spell(path)}: cannot send a {type_name(value)} to another stage{why_not(cls)}; use tensors, None, "
+                "numbers, strings, enums, and tuples, lists, dicts, named tuples, dataclasses or attrs classes of these, or "
                 "register its class with torch's pytree",
                 type_name=type_name(value),
                 path=f"outputs{_spell(path)}",

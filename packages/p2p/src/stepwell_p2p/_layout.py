@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stepwell_meta import TensorMeta
 
 
+_FREED = " was freed, as that of a parameter between its steps is when it is sharded: gather it first"
 _UNCOPIED = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
 
 
@@ -24,8 +25,8 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as a plain contiguous tensor without grad; the tensor's own memory where it is that already.
 
     Raises:
-        P2PUsageError: a DTensor or another subclass that is no plain memory; a sparse tensor, one without data, or of a dtype
-            smaller than a byte.
+        P2PUsageError: a DTensor or another subclass that is no plain memory; a sparse tensor, one without data or whose memory
+            was freed, or of a dtype smaller than a byte.
     """
     if type(tensor) is not torch.Tensor:
         tensor = _plain(tensor)
@@ -33,13 +34,18 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
         raise P2PUsageError(
             f"only dense tensors can be sent, got {tensor.layout}: send its indices and values, or to_dense()"
         )
-    if tensor.dtype in _UNCOPIED:
-        raise P2PUsageError(f"torch copies no values of {tensor.dtype}: send their bytes, tensor.view(torch.uint8)")
+    dtype = tensor.dtype
+    if dtype in _UNCOPIED:
+        raise P2PUsageError(f"torch copies no values of {dtype}: send their bytes, tensor.view(torch.uint8)")
     if tensor.is_meta:
         raise P2PUsageError("a tensor on the meta device has no values to send: give it some first, as with to_empty()")
+    if not tensor.untyped_storage().nbytes() and tensor.numel():
+        raise P2PUsageError(f"the memory of the tensor{_FREED}")
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():  # lazily conjugated or negated: its memory holds other numbers
+    if tensor.is_neg() or (
+        dtype.is_complex and tensor.is_conj()
+    ):  # lazily conjugated or negated: its memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
@@ -86,6 +92,8 @@ def check_buffer(buffer: torch.Tensor, meta: TensorMeta) -> None:
     if buffer.layout is not torch.strided or buffer.is_meta:
         kind = "on the meta device" if buffer.is_meta else f"laid out as {buffer.layout}"
         raise P2PUsageError(f"a receive buffer must be dense memory, got one {kind}")
+    if not buffer.untyped_storage().nbytes() and buffer.numel():
+        raise P2PUsageError(f"the memory of the receive buffer{_FREED}")
     if not buffer.is_contiguous() and any(
         stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     ):
