@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Transport
 from stepwell_stage.exceptions import StageUsageError
+from stepwell_stage.run._draws import Draws
 from stepwell_stage.schedules import gpipe, one_f_one_b
 
 WIDTH, ROWS, M = 6, 12, 4
@@ -149,6 +150,18 @@ def test_what_only_a_later_step_or_microbatch_draws_is_seen(threads: Threads) ->
     with pytest.raises(StageUsageError, match=REFUSED):
         threads(later, 2)
 
+    def only_long(transport: Transport) -> None:
+        block = Block(
+            lambda x: drop(x) if len(x) > ROWS // M else x,
+            lambda f, x: KINDS["as a graph"](f, x) if len(x) > 3 else f(x),
+        )
+        executor = build(transport, seeded(nn.Linear(WIDTH, WIDTH), block), gpipe(2, M))
+        step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH))
+        step(executor, numbers(2 * ROWS, WIDTH), numbers(2 * ROWS, WIDTH))
+
+    with pytest.raises(StageUsageError, match=REFUSED):
+        threads(only_long, 2)
+
     calls = []
 
     def sometimes(x: torch.Tensor) -> torch.Tensor:
@@ -157,6 +170,40 @@ def test_what_only_a_later_step_or_microbatch_draws_is_seen(threads: Threads) ->
 
     with pytest.raises(StageUsageError, match=REFUSED):
         threads(train, 3, lambda: modules_of(sometimes, lambda f, x: f(x)))
+
+
+@pytest.mark.parametrize(
+    ("inner", "how", "looks"),
+    [
+        (torch.tanh, lambda f, x: f(x), [1, 0, 0, 1, 0]),
+        (drop, lambda f, x: f(x), [M, 0, 0, M, 0]),
+        (torch.tanh, KINDS["as a graph"], [1, 1, 1, 1, 1]),
+    ],
+    ids=["nothing", "dropout", "a checkpoint"],
+)
+def test_forwards_are_looked_at_where_that_may_show_something(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, inner: Any, how: Any, looks: list[int]
+) -> None:
+    """Each look takes longer than a small stage."""
+    seen: list[int] = []
+    enter = Draws.__enter__
+
+    def counting(self: Draws) -> Draws:
+        seen.append(self._stage)
+        return enter(self)
+
+    monkeypatch.setattr(Draws, "__enter__", counting)
+
+    def steps(transport: Transport) -> list[int]:
+        executor = build(transport, modules_of(inner, how), one_f_one_b(3, M))
+        counts = []
+        for rows in (ROWS, ROWS, ROWS, 2 * ROWS, ROWS):
+            before = seen.count(1)
+            step(executor, numbers(rows, WIDTH), numbers(rows, WIDTH))
+            counts.append(seen.count(1) - before)
+        return counts
+
+    assert threads(steps, 3)[1] == looks
 
 
 def test_evaluation_and_one_rank_are_not_looked_at(threads: Threads) -> None:

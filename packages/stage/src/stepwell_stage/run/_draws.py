@@ -2,13 +2,14 @@
 
 A checkpoint notes the state of torch's generator, and sets it back to draw the same again when it runs again in backward. That
 generator is the process's: other ranks that are threads draw from it in between, so it would draw others, and gradients would be
-those of other masks. Nothing else shows this, so a forward on such a rank is looked at, operation by operation: the first of each
-step, and those behind it as long as they draw any. That costs time, which ranks that are processes need not spend.
+those of other masks. Nothing else shows this, so forwards on such a rank are looked at, operation by operation, which takes time:
+the first of a step, and those behind it as long as they draw any. Where no checkpoint was seen, that is only in steps whose batch
+is cut in a new way, or whose module was put into another mode, as in the very first. Ranks that are processes need none of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,18 +31,39 @@ def are_threads(transport: Transport) -> bool:
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around a stage's forwards. Mutable: it knows whether the next is to be looked at.
+    """Looks at a stage's forwards. Mutable: it knows what it has seen.
 
     Args:
         stage: the stage's number.
+
+    Attributes:
+        looks: whether the next forward is to be looked at.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, stage: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.looks = True
+        self.looks = False
         self._stage = stage
+        self._has_checkpoints = False
+        self._mode: bool | None = None
+
+    def begin(self, *, training: bool | None, is_new: bool) -> None:
+        """A step begins, with the module in this mode, and a batch that may be cut in a new way."""
+        self.looks = is_new or self._has_checkpoints or training is not self._mode
+        self._mode = training
+
+    def around(self, forward: Callable[[int], Any]) -> Callable[[int], Any]:
+        """A forward that is looked at where it has to be."""
+
+        def look(microbatch: int) -> Any:
+            if not self.looks:
+                return forward(microbatch)
+            with self:
+                return forward(microbatch)
+
+        return look
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -57,9 +79,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One operation."""
-        if _draws(func, args, kwargs or {}):
-            self.looks = True
-            if str(func) == _SAVES or is_in_checkpoint():
+        draws = _draws(func, args, kwargs or {})
+        self.looks = self.looks or draws
+        if (draws or not self._has_checkpoints) and (str(func) == _SAVES or is_in_checkpoint()):
+            self._has_checkpoints = True
+            if draws:
                 raise StageUsageError(
                     f"stage {self._stage} draws random numbers (torch.ops.{func}) within a checkpoint, which sets torch's"
                     " generator back to draw them again in backward. Ranks that are threads of one process share that generator,"

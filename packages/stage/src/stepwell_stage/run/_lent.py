@@ -6,8 +6,7 @@ with what it was. So a stage that writes to one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -16,28 +15,18 @@ from stepwell_p2p import Wire
 
 
 class Lent:
-    """Makes a stage's arguments of what it received, and knows which of that was written to. Mutable.
+    """Such values as a stage is given them, before it runs.
 
     Args:
-        call: what makes them.
-        numbers: of the received values that are not this stage's alone.
+        received: the tensors that its module is given.
+        numbers: of those that are not this stage's alone.
     """
 
-    def __init__(
-        self,
-        call: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], Mapping[str, Any]]],
-        numbers: Sequence[int],
-    ) -> None:
-        self._call = call
-        self._numbers = numbers
-        self._before: list[tuple[int, torch.Tensor, int | torch.Tensor]] = []
-
-    def __call__(self, received: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        self._before = [(number, received[number], _state(received[number])) for number in self._numbers]
-        return self._call(received)
+    def __init__(self, received: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+        self._before = [(number, received[number], _state(received[number])) for number in numbers]
 
     def written(self) -> int | None:
-        """The first of them that was written to."""
+        """The first of them that was written to since."""
         return next((number for number, value, before in self._before if not _is_as(value, before)), None)
 
 

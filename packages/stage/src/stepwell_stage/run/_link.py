@@ -86,6 +86,7 @@ class _End(abc.ABC):
         self.groups: Sequence[int] = ()
         self.firsts: frozenset[int] = frozenset()
         self.first_grads: frozenset[int] = frozenset()
+        self._has_news = True  # of some group nothing has crossed yet
         self._transport = transport
         self._inbox = inbox
         self._meshes = meshes
@@ -119,6 +120,7 @@ class _End(abc.ABC):
         """
         if groups is not self.groups or looks is not self.looks:
             self._forget()
+            self._has_news = True
         self.groups, self.looks, self.firsts, self.first_grads = groups, looks, firsts, first_grads
 
     def clear(self) -> None:
@@ -340,31 +342,34 @@ class OutLink(_End):
 
     def give(self, microbatch: int, leaves: Sequence[torch.Tensor], outputs: ForwardMeta) -> None:
         """Take the stage's outputs, and keep (or hand over) those that cross here."""
-        group = self.groups[microbatch]
-        look = None if group in self.looks.values else select(outputs, self.place.wires)
+        if self._has_news:
+            self._look_at(self.groups[microbatch], leaves, outputs)
         values = leaves if self._numbers is None else [leaves[number] for number in self._numbers]
-        if group not in self.looks.shared:
-            shared = sharing(leaves)
-            mine = [n for n, output in enumerate(self.numbers(len(leaves))) if output in shared]
-            self.looks.shared[group] = tuple(mine)
-            if mine and look is None:  # all was declared: nothing more is said to the other stage
-                warnings.warn(
-                    f"outputs of stage {self.place.source} share memory ({mine} of what stage {self.place.destination} takes),"
-                    " which stages that declare their values do not tell one another: if the latter writes to one of them in"
-                    " place, the others do not change as they do in one process: return copies",
-                    stacklevel=2,
-                )
         if self.other is not None:
-            if look is not None:
-                self.looks.values[group] = look
             # The other stage may change its inputs in place, and this one may need them in its backward: a copy for each.
             self.other.put(microbatch, [value.detach().clone() for value in values])
             return
         # They leave at some time later. What autograd does not keep from changing until then (a buffer that the stage moves on)
         # leaves as it is now.
         self._values[microbatch] = [v.detach() if v.requires_grad else v.clone() for v in values]
-        if look is not None:
-            self._unsaid[group] = look
+
+    def _look_at(self, group: int, leaves: Sequence[torch.Tensor], outputs: ForwardMeta) -> None:
+        """Learn what the first outputs of a group show."""
+        if group not in self.looks.shared:
+            shared = sharing(leaves)
+            mine = [n for n, output in enumerate(self.numbers(len(leaves))) if output in shared]
+            self.looks.shared[group] = tuple(mine)
+            if group not in self.looks.values:
+                looks = self._unsaid if self.other is None else self.looks.values
+                looks[group] = select(outputs, self.place.wires)
+            elif mine:  # all was declared: nothing more is said to the other stage
+                warnings.warn(
+                    f"outputs of stage {self.place.source} share memory ({mine} of what stage {self.place.destination} takes),"
+                    " which stages that declare their values do not tell one another: if the latter writes to one of them in"
+                    " place, the others do not change as they do in one process: return copies",
+                    stacklevel=2,
+                )
+        self._has_news = any(group not in self.looks.shared for group in self.groups)
 
     def send(self, microbatch: int) -> None:
         """Post the send of the values."""

@@ -109,6 +109,7 @@ class Run:
         if transport.rules.tagged and stages[0].shapes != "dynamic":
             self._opening = Opening(plan.schedule, self._in_links, self._out_links)
         self._number: int | None = None  # of how the batch of the last step was cut
+        self._is_new = False  # whether no earlier one was cut so
 
     def refuse(self, reason: str) -> None:
         """This rank cannot begin the step that the others begin: tell them."""
@@ -172,7 +173,7 @@ class Run:
     def go(self, data: StepData, *, trace: bool) -> Trace:
         """Run every action in order; with ``trace``, say when each ran."""
         for stage_run in self._runs.values():
-            stage_run.data = data
+            stage_run.begin(data, is_new=self._is_new)
         position = -1
         times = [time.perf_counter()]
         try:
@@ -259,6 +260,7 @@ class Run:
                 raise
             if given is not None:
                 problem = self._other(given.other(numbers, wait=is_new))
+        self._is_new = is_new
         if is_new or number != self._number:
             self._other_step()
         if is_new:

@@ -123,6 +123,9 @@ class StageRun:
         self.wait_b = each(link.wait for link in remote_in)
         self._loss_fn = loss_fn
         self._draws = draws
+        self._lent: Lent | None = None
+        if draws is not None:
+            self.forward = draws.around(self.forward)  # type: ignore[assignment, method-assign]
         self._groups: Sequence[int] = ()
         self._outputs: dict[int, ForwardMeta] = {}
         self._weights: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -133,12 +136,17 @@ class StageRun:
         """Take what is known of the step to come."""
         self._groups, self._outputs = known.groups, known.outputs[self.index]
 
+    def begin(self, data: StepData, *, is_new: bool) -> None:
+        """A step begins, with this, which may be cut in a new way."""
+        self.data = data
+        if self._draws is not None:
+            self._draws.begin(training=getattr(self.stage.submodule, "training", None), is_new=is_new)
+
     def clear(self) -> None:
         """Let go of every value, at the end of a step or after a failure."""
         self.data = _NO_DATA
+        self._lent = None
         self._roots.clear()
-        if self._draws is not None:
-            self._draws.looks = True
         for link in (*self._ins, *self._outs):
             link.clear()
         clear = getattr(self.program, "clear", None)  # programs may have it, see StageProgram
@@ -149,24 +157,13 @@ class StageRun:
 
     def forward(self, microbatch: int) -> Any:
         """Run the module, and on the last stage the loss; gives what the module returned."""
-        if self._draws is None or not self._draws.looks:
-            return self._forward(microbatch)
-        with self._draws:
-            return self._forward(microbatch)
-
-    def _forward(self, microbatch: int) -> Any:
         received: Sequence[torch.Tensor] = ()
-        lent: list[int] = []
         for link in self._ins:
             values = link.take(microbatch, with_grad=self.has_backward)
-            lent += [len(received) + number for number in link.crossing(microbatch).lent]
             received = [*received, *values] if received else values
-        call = functools.partial(self._call, microbatch)
-        value = (
-            self._run_lent(microbatch, received, call, lent)
-            if lent
-            else self.program.forward(microbatch, received, call)
-        )
+        value = self.program.forward(microbatch, received, functools.partial(self._call, microbatch))
+        if self._lent is not None:
+            self._check_lent(self._lent)
         if self._is_last:
             self._finish(microbatch, value)
             return value
@@ -250,23 +247,25 @@ class StageRun:
             return self.data.args[microbatch], kwargs
         if self._positions is None:
             crossing = self._ins[0].crossing(microbatch)
+            if crossing.lent:
+                self._lent = Lent(received, crossing.lent)
             if crossing.is_flat:
                 return tuple(received), kwargs
             value = crossing.structure.rebuild(received)
             return (tuple(value) if type(value) in (tuple, list) else (value,)), kwargs
+        numbers: list[int] = []
+        position = 0
+        for link in self._ins:
+            crossing = link.crossing(microbatch)
+            numbers += [position + number for number in crossing.lent]
+            position += len(crossing.metas)
+        if numbers:
+            self._lent = Lent(received, numbers)
         args = dict(zip(self._positions, received, strict=True))
         return tuple(args[position] for position in range(len(args))), kwargs
 
-    def _run_lent(
-        self,
-        microbatch: int,
-        received: Sequence[torch.Tensor],
-        call: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], Mapping[str, Any]]],
-        numbers: Sequence[int],
-    ) -> Any:
-        """Run the module on values of which some are not its alone."""
-        lent = Lent(call, numbers)
-        value = self.program.forward(microbatch, received, lent)
+    def _check_lent(self, lent: Lent) -> None:
+        self._lent = None
         written = lent.written()
         if written is not None:
             raise StageUsageError(
@@ -274,7 +273,6 @@ class StageRun:
                 " to another stage too: in one process both would change, but each stage has a copy: write to a .clone() of it,"
                 " or let the stage that returns it return copies"
             )
-        return value
 
     def _weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         key = (weight, loss.dtype, loss.device)
