@@ -58,7 +58,12 @@ def _check_format(trace: dict[str, Any]) -> None:
             assert event["ph"] == "s" or event["bp"] == "e"
             assert _encloses(trace, event), "an arrow binds to the slice that is there at its time"
     assert set(starts) == set(ends)
+    named = {event["pid"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert named == {event["pid"] for event in trace["traceEvents"]}
     for key, start in starts.items():
+        assert (start["name"], start["cat"]) == (ends[key]["name"], ends[key]["cat"]), (
+            "by which, with the id, viewers bind them"
+        )
         assert start["ts"] <= ends[key]["ts"]
         assert start["pid"] != ends[key]["pid"]
 
@@ -92,7 +97,7 @@ def test_the_form_and_the_way_back(name: str, tmp_path: Path) -> None:
     timeline = _timeline(name)
     text = to_perfetto(timeline, path=tmp_path / "step.json")
     assert (tmp_path / "step.json").read_text() == text
-    trace = json.loads(text)
+    trace = json.loads(text, parse_constant=pytest.fail)  # NaN and Infinity, which are no JSON
     _check_format(trace)
     _check_nesting(trace)
     (back,) = from_perfetto(tmp_path / "step.json")

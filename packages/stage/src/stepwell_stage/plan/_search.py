@@ -378,7 +378,10 @@ class _Sizes:
         simulation = simulate(plan, costs)
         peaks = tuple(peak + parameters for peak, parameters in zip(simulation.peak_bytes, held, strict=True))
         if max(peaks) > self.model.limit:
-            need = max(peaks), f"{plan.schedule.name} with M = {self.count} and {self.depth} stages a rank"
+            need = (
+                max(peaks),
+                f"{plan.schedule.name} with M = {self.count} and {self.depth} stage{'s' * (self.depth > 1)} a rank",
+            )
             self.model.leanest = min(self.model.leanest or need, need)
             return None
         if simulation.makespan >= below:
