@@ -28,26 +28,15 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
         P2PUsageError: a DTensor or another subclass that is no plain memory; a sparse tensor, one without data or whose memory
             was freed, or of a dtype smaller than a byte.
     """
-    if type(tensor) is not torch.Tensor:
-        tensor = _plain(tensor)
-    if tensor.layout is not torch.strided:
-        raise P2PUsageError(
-            f"only dense tensors can be sent, got {tensor.layout}: send its indices and values, or to_dense()"
-        )
-    dtype = tensor.dtype
-    if dtype in _UNCOPIED:
-        raise P2PUsageError(f"torch copies no values of {dtype}: send their bytes, tensor.view(torch.uint8)")
-    if tensor.is_meta:
-        raise P2PUsageError("a tensor on the meta device has no values to send: give it some first, as with to_empty()")
-    if not tensor.untyped_storage().nbytes() and tensor.numel():
-        raise P2PUsageError(f"the memory of the tensor{_FREED}")
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.is_neg() or (
-        dtype.is_complex and tensor.is_conj()
-    ):  # lazily conjugated or negated: its memory holds other numbers
-        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = _dense(tensor)
+    if tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
+        tensor = tensor.resolve_conj().resolve_neg()  # lazily negated or conjugated: its memory holds other numbers
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def row_major_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same as :func:`row_major`, always in memory of its own."""
+    return _dense(tensor).clone(memory_format=torch.contiguous_format)
 
 
 def place(
@@ -100,6 +89,25 @@ def check_buffer(buffer: torch.Tensor, meta: TensorMeta) -> None:
         raise P2PUsageError(
             "a receive buffer must not be expanded, for its elements share memory: pass buffer.contiguous()"
         )
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a plain dense tensor without grad, in the same memory where they are plain already."""
+    if type(tensor) is not torch.Tensor:
+        tensor = _plain(tensor)
+    if tensor.layout is not torch.strided:
+        raise P2PUsageError(
+            f"only dense tensors can be sent, got {tensor.layout}: send its indices and values, or to_dense()"
+        )
+    dtype = tensor.dtype
+    if dtype in _UNCOPIED:
+        raise P2PUsageError(f"torch copies no values of {dtype}: send their bytes, tensor.view(torch.uint8)")
+    if tensor.is_meta:
+        raise P2PUsageError("a tensor on the meta device has no values to send: give it some first, as with to_empty()")
+    # Freed memory is at address 0. To ask the storage would make an object of it, which lives as long as the memory.
+    if tensor.data_ptr() == tensor.storage_offset() * dtype.itemsize and tensor.numel():
+        raise P2PUsageError(f"the memory of the tensor{_FREED}")
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from .._batch import PendingOp, check_op, describe, misfit, out_of_order
 from .._channels import ChannelPolicy
 from .._failure import Failure
 from .._kinds import check_kinds
-from .._layout import check_buffer, place, row_major
+from .._layout import check_buffer, place, row_major, row_major_copy
 from .._op import Op
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError, TransportError
@@ -407,9 +407,9 @@ class LoopbackTransport:
 def _hand_over(send: Send) -> torch.Tensor:
     """The memory that the receiver will own: the sent tensor's own where it was given away whole, else a copy."""
     given = send.tensor
+    if not send.owned:
+        return row_major_copy(given)
     tensor = row_major(given)
-    if tensor is not given and tensor.data_ptr() != given.data_ptr():
-        return tensor  # already a copy
-    if send.owned and tensor.untyped_storage().nbytes() == tensor.nbytes:
+    if tensor.data_ptr() != given.data_ptr() or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone()

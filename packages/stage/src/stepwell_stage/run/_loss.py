@@ -116,7 +116,7 @@ def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise StageUsageError(f"loss_fn must return a tensor with one element, or named ones, got {got}")
-    if loss.is_complex():
+    if loss.dtype.is_complex:
         raise StageUsageError(
             f"loss_fn must return a real number, got one of dtype {loss.dtype}: take its .real or .abs()"
         )
