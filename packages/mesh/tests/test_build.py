@@ -224,7 +224,9 @@ def survey_2d():
     inner_replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "dp_replicate"))
     inner = topology_from_mesh(inner_replicas, "hsdp")
     assert inner.axis_names == ("dp_replicate", "dp")
-    assert inner.dp_mesh is inner_replicas  # in the mesh's own order, the only one that torch can slice
+    with pytest.raises(AxisError, match="here 'dp' is outside 'dp_replicate': make the mesh with 'dp_replicate' first"):
+        inner.dp_mesh  # noqa: B018 - fully_shard would have sharded along dp_replicate, and kept copies along dp
+    assert (inner.replicate_mesh, inner.shard_mesh) == (inner_replicas["dp_replicate"], inner_replicas["dp"])
     flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))._flatten("dp_cp")
     assert topology_from_mesh(flat, "fsdp", shard_axis="dp_cp").degrees == Degrees(shard=4, replicate=1)
     assert fsdp.replicate_mesh is None

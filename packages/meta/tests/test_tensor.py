@@ -143,7 +143,10 @@ class Labelled(torch.Tensor):
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "subclass": (lambda: torch.empty(2).as_subclass(Labelled), "Labelled"),
     "lazy parameter": (torch.nn.UninitializedParameter, "UninitializedParameter"),
-    "ragged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "NestedTensor"),
+    "ragged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "a nested one: convert it .*to_padded_tensor",
+    ),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided), "a nested one"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "torch.sparse_coo"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8), "a quantized one"),

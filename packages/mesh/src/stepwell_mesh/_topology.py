@@ -120,8 +120,21 @@ class DataParallelTopology:
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The mesh of all axes of data parallelism, in the mesh's own order (what ``fully_shard`` takes)."""
-        return self.mesh[tuple(name for name in self.mesh.mesh_dim_names or () if name in self.axis_names)]
+        """The mesh of all axes of data parallelism: what ``fully_shard`` takes, which is replicas outside, shards inside.
+
+        Raises:
+            AxisError: the mesh has the shard axis outside, and torch slices axes in the mesh's order only. ``fully_shard`` goes
+                by position, so it would shard along the replicate axis.
+        """
+        names = self.mesh.mesh_dim_names or ()
+        if tuple(name for name in names if name in self.axis_names) != self.axis_names:
+            raise AxisError(
+                f"fully_shard takes replicas as the outer axis of a mesh, but here {self.shard_axis!r} is outside"
+                f" {self.replicate_axis!r}: make the mesh with {self.replicate_axis!r} first, or take"
+                " replicate_mesh and shard_mesh one by one",
+                axis_names=tuple(names),
+            )
+        return self.mesh[self.axis_names]
 
 
 def normalize_dp_mode(mode: str) -> DataParallelMode:

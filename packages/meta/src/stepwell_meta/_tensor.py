@@ -170,19 +170,19 @@ def check_plain(tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedValueError: See `TensorMeta.from_tensor`.
     """
-    if type(tensor) not in _PLAIN:
-        if not isinstance(tensor, torch.Tensor):
-            why = "expected a tensor"
-        else:
-            why = (
-                "tensor subclasses other than Parameter, FakeTensor and DTensor have no meta: "
-                "unwrap it to plain tensors first"
-            )
-        raise UnsupportedValueError(f"{why}, got {type_name(tensor)}", type_name=type_name(tensor))
+    strange = type(tensor) not in _PLAIN
+    if strange and not isinstance(tensor, torch.Tensor):
+        raise UnsupportedValueError(f"expected a tensor, got {type_name(tensor)}", type_name=type_name(tensor))
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UnsupportedValueError(
             f"expected a strided tensor, got a {kind} one: convert it (to_dense, to_padded_tensor, dequantize) first",
+            type_name=type_name(tensor),
+        )
+    if strange:
+        raise UnsupportedValueError(
+            "tensor subclasses other than Parameter, FakeTensor and DTensor have no meta: unwrap it to plain tensors first, "
+            f"got {type_name(tensor)}",
             type_name=type_name(tensor),
         )
 
