@@ -316,3 +316,46 @@ def test_what_a_unit_leaves_otherwise_than_others_take_it_to(threads: Threads, o
     refused(
         threads, r"'layers\.\d' leaves something else in the Notes", model, [{"x": x}], [[{"x": x}, {"x": -20 * x}]]
     )
+
+
+class Sums(nn.Module):
+    """Layers that add to a tensor which is made between them, and is in an object."""
+
+    def __init__(self, add: Fill, after: Fill) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Writes(add) for _ in range(4))
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes = Notes()
+        notes.rows = [torch.ones_like(x)]
+        view = notes.rows[0][:, :1]
+        for layer in self.layers:
+            x = layer(x, notes)
+        notes.rows.append(view)
+        return self.after(x, notes)
+
+
+def add_in_place(x: Tensor, notes: Notes) -> Tensor:
+    notes.rows[0].add_(x)
+    return x
+
+
+def add_to_a_part(x: Tensor, notes: Notes) -> Tensor:
+    notes.rows[0][:, :1] += x[:, :1]
+    return x
+
+
+def add_and_take(x: Tensor, notes: Notes) -> Tensor:
+    return x + notes.rows[0].add_(x).mean()
+
+
+@pytest.mark.parametrize("add", [add_in_place, add_to_a_part])
+def test_a_tensor_in_an_object_that_units_change_in_place(threads: Threads, add: Fill) -> None:
+    """Only what units are given by itself was watched: each stage had what its own units had added, and losses were wrong."""
+    check(threads, make(lambda: Sums(add, same)), [{"x": numbers(0)}], steps())
+    for number in (0, 1):
+        model = make(lambda: Sums(add, lambda x, notes: x + notes.rows[number]))  # noqa: B023
+        refused(threads, r"unit 'layers\.0' changes in place but does not return", model, [{"x": numbers(0)}], steps())
+    with pytest.raises(StageUsageError, match=r"4 units make 1 groups.* such as a cache"):
+        split(make(lambda: Sums(add_and_take, same)), 2, example=numbers(0))

@@ -113,6 +113,7 @@ class Recorder(Glue):
         self._flags, self._kept, self._sets = flags, flags.keep(), False
         self._settings = settings
         self._found: list[tuple[str, int]] = []
+        self._spoilt: dict[int, str] = {}  # by memory: what a unit has changed that it found in an object, and the unit
         self._passed: list[tuple[Key, Key]] = []
         self._inputs: list[tuple[str, torch.Tensor]] = []
         for name, value in inputs.items():
@@ -131,7 +132,7 @@ class Recorder(Glue):
         """
         self._check_kept()
         shown = list(tensors_in(result))  # and what whoever is given the result may find in it
-        shown += (tensor for tensor in shown_by(result) if id(tensor) in self._seen)
+        shown += filter(self._is_seen, shown_by(result))
         results = tuple(dict.fromkeys(map(self._position, shown)))
         state = {
             name: self._position(after)
@@ -178,7 +179,7 @@ class Recorder(Glue):
     def _is_seen(self, tensor: torch.Tensor) -> bool:
         """Whether glue has a tensor."""
         seen = self._seen.get(id(tensor))
-        return seen is not None and seen.tensor is tensor
+        return seen is not None and seen.tensor is tensor and self._memory_of(tensor) not in self._spoilt
 
     def _call_regions(self) -> dict[int, int | None]:
         return dict(zip((call.number for call in self._calls), self._regions_of_calls, strict=True))
@@ -286,7 +287,8 @@ class Recorder(Glue):
         self._sets = self._sets or not self._flags.are_as(self._kept)
         taken = Given(args, kwargs)
         given = taken.tensors
-        hidden = [tensor for tensor in shown_by((args, kwargs)) if id(tensor) in self._seen]
+        hidden = list(filter(self._is_seen, shown_by(taken.objects)))
+        found = versions(hidden)
         inputs = tuple(dict.fromkeys(map(self._position, (*given, *hidden))))
         self._calls.append(Call(number, name, inputs))
         around = enclosing(self._outside)
@@ -335,6 +337,8 @@ class Recorder(Glue):
                     f"unit {name!r} gives a tensor with an attribute {known.attributes[0]!r}, which stages that receive it do not"
                     " have: return that beside it"
                 )
+        changes = zip(hidden, found, versions(hidden), strict=True)
+        self._spoilt.update((self._memory_of(one), name) for one, was, now in changes if now != was)
         self._found += ((maker, number) for maker in inside.makers)
         self._measures = self._measures or inside.measures
         for index in effects.changed:
@@ -474,6 +478,7 @@ class Recorder(Glue):
     def _position(self, tensor: torch.Tensor) -> int:
         """Which value a tensor is now."""
         seen = self._seen.get(id(tensor))
+        check_returned(self._spoilt.get(self._memory_of(tensor)) if self._spoilt else None, "changes in place")
         if seen is None:
             check_returned(self._maker_of(tensor))
             if self._before is not None and self._before._is_made(tensor):

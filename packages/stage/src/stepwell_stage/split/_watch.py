@@ -229,15 +229,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def check_returned(maker: str | None) -> None:
+def check_returned(maker: str | None, does: str = "makes") -> None:
     """Refuse what glue takes of what a unit makes and does not return.
 
     Args:
         maker: the unit, if there is one.
+        does: what it does.
     """
     if maker is not None:
         raise StageUsageError(
-            f"{source_line('the forward')} takes a tensor that unit {maker!r} makes but does not return, or returns in an object"
+            f"{source_line('the forward')} takes a tensor that unit {maker!r} {does} but does not return, or returns in an object"
             " that is not looked into: what hooks keep, what is put into attributes or into a list that a unit was given, other"
             " stages do not see; return it, in a tuple, list, dict or dataclass, or make the module that takes it a unit (units=)"
         )
