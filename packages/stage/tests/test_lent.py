@@ -9,6 +9,7 @@ import pytest
 import torch
 from stage_support import Calls, Threads, assert_like, build, grads_of, numbers, step
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
@@ -229,6 +230,9 @@ def test_sharing() -> None:
     assert sharing([x[0].expand(5, 6), x[0]]) == {0, 1}
     assert sharing([x[0].expand(5, 6), x[1]]) == set()
     assert sharing([x[:0], x[:0], x]) == set()
+    assert sharing([AsyncCollectiveTensor(x), x]) == set()
+    assert sharing([nn.Parameter(x), x.requires_grad_()]) == {0, 1}
+    x = x.detach()
     assert sharing([torch.view_as_real(z := torch.zeros(3, dtype=torch.complex64)), z]) == {0, 1}
 
 

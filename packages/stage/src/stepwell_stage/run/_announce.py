@@ -56,6 +56,7 @@ class Announcer:
         self._kind = (0 if self._is_step else _EVAL) + (_SHARE_LOSS if share_loss else 0)
         self._count = 0
         self._under_way: Handle | None = None
+        self._last: tuple[list[int], torch.Tensor] = [], torch.empty(0)  # what was said
         self._before = None if place == 0 else Edge(order[place - 1], transport.rank)
         self._after = None if place == len(order) - 1 else Edge(transport.rank, order[place + 1])
         self._hears = [] if self._before is None else [Recv(Op(OpKind.RECV_F, self._before, 0, -2), _META)]
@@ -69,9 +70,11 @@ class Announcer:
     def give(self, word: Word, number: int, given: Sequence[int] = _NOTHING) -> None:
         """Pass the word on to the next rank, if there is one, and what stands for what the first was given."""
         if self._says is not None:
-            message = torch.tensor([word + self._kind, number, self._digest, *given])
+            numbers = [word + self._kind, number, self._digest, *given]
+            if numbers != self._last[0]:  # most steps begin like the one before
+                self._last = numbers, torch.tensor(numbers)
             self._let_go()
-            self._under_way = self._transport.post([Send(self._says, message, owned=True)])
+            self._under_way = self._transport.post([Send(self._says, self._last[1])])
 
     def explain(self, reason: str) -> None:
         """Pass on why the step is refused."""

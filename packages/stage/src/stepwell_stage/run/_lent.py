@@ -47,7 +47,9 @@ def sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
     of_storage: dict[int, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
         local = to_local_if_dtensor(tensor).detach()
-        if local.numel():
+        if (
+            local.numel() and type(local) is torch.Tensor
+        ):  # others, such as shards still on their way, have no storage to ask
             of_storage.setdefault(local.untyped_storage().data_ptr(), []).append((number, local))
     for members in of_storage.values():
         if len(members) > 1:
