@@ -265,6 +265,15 @@ class LastComesFirst(Kept):
         return handle
 
 
+class WhoWaitsFirstIsServedFirst(Kept):
+    """Of receives with equal ops, the one that is waited for first gets what was sent first."""
+
+    def post(self, batch: Sequence[Send | Recv]) -> Any:
+        if len(batch) != 1 or not isinstance(batch[0], Recv):
+            return self.inner.post(batch)
+        return Later(lambda: self.inner.post(batch).wait())
+
+
 class SmallOvertakesLarge(Kept):
     """Small messages go at once, large ones a moment later."""
 

@@ -48,6 +48,7 @@ from p2p_broken import (
     TakesFromAnyRank,
     UsesMemoryAgain,
     ValuesInAnotherOrder,
+    WhoWaitsFirstIsServedFirst,
 )
 
 from stepwell_p2p import Recv, Send
@@ -190,6 +191,7 @@ FOUND = [
     (TakesFromAnyRank, "sources", "from the rank that its op names"),
     (LastComesFirst, "ordering", "Messages of one op keep their order"),
     (SmallOvertakesLarge, "ordering", "large and small ones too"),
+    (WhoWaitsFirstIsServedFirst, "ordering", "in whatever order their handles are waited for"),
     (NotBuffered, "buffered", "done when it is posted"),
     (NotTagged, "matching", "by all of it"),
     (NoSelfSends, "self_sends", "may send to itself"),

@@ -154,8 +154,8 @@ def test_one_thread_that_is_interrupted_leaves_the_other_one_waiting(pool: Threa
 def interrupted(handle: _Batch) -> None:
     """Wait until a Ctrl-C comes in the middle."""
     timer = threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         handle.wait()
     timer.join()
 
@@ -204,8 +204,8 @@ def test_a_warning_comes_once_and_the_timeout_counts_from_the_start(
             handle.result(timeout=5)
         with pytest.raises(TransportError, match=r"rank 1 waited 1 s for RECV_F of stage 0, microbatch 999"):
             waits.result(timeout=5)
-    assert time.monotonic() - start < 3
-    assert caplog.text.count("has waited") == 1
+    assert time.monotonic() - start < 6
+    assert caplog.text.count("microbatch 999") == 1
     assert not any(first.fabric._asleep)
 
 

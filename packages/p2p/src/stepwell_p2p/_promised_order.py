@@ -19,10 +19,12 @@ _promise = collect(CHECKS)
 
 @_promise(2)
 def ordering(transport: Transport) -> None:
-    """Messages of one op keep their order, large and small ones too."""
+    """Messages of one op keep their order, large and small ones too, in whatever order their handles are waited for."""
     alternating = [filled(1 << 18 if number % 2 else 2, number) for number in range(20)]
     for messages in ([filled(2, number) for number in range(20)], alternating):
         for handle, value in one_way(transport, [(message(0), value) for value in messages]):
+            equal(handle.wait()[0], value)
+        for handle, value in reversed(one_way(transport, [(message(0), value) for value in messages])):
             equal(handle.wait()[0], value)
 
 
