@@ -154,9 +154,13 @@ def test_one_thread_that_is_interrupted_leaves_the_other_one_waiting(pool: Threa
 def interrupted(handle: _Batch) -> None:
     """Wait until a Ctrl-C comes in the middle."""
     timer = threading.Timer(0.1, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait_for_it() -> None:
         timer.start()
         handle.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_it()
     timer.join()
 
 
