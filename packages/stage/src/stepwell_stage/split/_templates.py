@@ -74,8 +74,10 @@ class Templates:
             example: if it decides by data: what it took and gave in the example.
             anew: whether it is run also where what it does is known, if it is given objects.
         """
+        if anew and given.objects:  # nobody asks for it again: no need to know when it would be the same
+            return self._make(name, call, given, example, compares=False)
         key = self._key((name, module.training), given, example)
-        known = None if anew and given.objects else self._known.get(key)
+        known = self._known.get(key)
         if known is None:
             return self._keep(key, self._make(name, call, given, example))
         if known.filling is not None:
@@ -163,7 +165,9 @@ class Templates:
             self._known[key] = known
         return known
 
-    def _make(self, name: str, call: Callable[..., Any], given: Given, example: Example | None) -> Known:
+    def _make(
+        self, name: str, call: Callable[..., Any], given: Given, example: Example | None, *, compares: bool = True
+    ) -> Known:
         if example is not None:
             scaled, filling = example.scaled(name, given.tensors, self._absence)
             if filling is not None:
@@ -193,7 +197,8 @@ class Templates:
                     f"unit {name!r} is given a function that sets a variable around it (nonlocal), which other stages do not see:"
                     " let it append to a list instead, or return what it makes"
                 )
-            return Known(result, effects, watched.filling(self._absence.like), _left_in(given))
+            filling = watched.filling(self._absence.like) if compares else None
+            return Known(result, effects, filling, _left_in(given) if compares else ())
         except Untold:
             return Known(result, effects, None, _left_in(given), is_told=False)
 
