@@ -7,7 +7,7 @@ import pytest
 
 from stepwell_stage import Action, Costs, Event, Kind, Timeline, lower, simulate
 from stepwell_stage.plan._picture import COLOURS, LANE, picture
-from stepwell_stage.schedules import dualpipe_v, one_f_one_b, zbv
+from stepwell_stage.schedules import dualpipe_v, interleaved_1f1b, one_f_one_b, zbv
 
 
 def test_shades_tell_the_stages_of_a_rank_apart() -> None:
@@ -15,6 +15,18 @@ def test_shades_tell_the_stages_of_a_rank_apart() -> None:
     for kind in (Kind.F, Kind.I, Kind.W):
         used = {box.colour for box in drawn.boxes if box.title and box.colour in COLOURS[kind]}
         assert used == set(COLOURS[kind][:2])
+
+
+@pytest.mark.parametrize("count", [5, 8, 16])
+def test_shades_tell_many_stages_of_a_rank_apart(count: int) -> None:
+    """From the fourth on they all had one colour."""
+    plan = lower(interleaved_1f1b(1, 1, stages_per_rank=count))
+    boxes = [box for box in picture([simulate(plan, Costs.uniform(count)).timeline], 1200).boxes if box.title]
+    for kind, drawn in ((Kind.F, boxes[:count]), (Kind.B, boxes[: -count - 1 : -1])):
+        colours = [box.colour for box in drawn]
+        assert (colours[0], colours[-1]) == (COLOURS[kind][0], COLOURS[kind][-1])
+        light = [sum(bytes.fromhex(colour[1:])) for colour in colours]
+        assert light == sorted(set(light))
 
 
 def test_a_pair_shares_its_lane() -> None:

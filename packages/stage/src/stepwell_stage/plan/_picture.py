@@ -165,12 +165,20 @@ def _lane(events: Sequence[Event], top: float, scale: float) -> Iterator[Box]:
 
 
 def _box(leaf: Action, stages: list[int], x: float, y: float, width: float, height: float, title: str) -> Box:
-    shades = COLOURS[leaf.kind]
-    shade = min(stages.index(leaf.stage), len(shades) - 1)
+    place = stages.index(leaf.stage)
     number = "" if leaf.microbatch is None else str(leaf.microbatch)
     text = next((t for t in (label(leaf, with_stage=False), number) if _room(len(t)) <= width + 1e-6), "")
-    ink = "#ffffff" if shade == 0 and leaf.kind is not Kind.W else INK
-    return Box(x, y, width, height, shades[shade], text=text, ink=ink, title=title)
+    ink = "#ffffff" if place == 0 and leaf.kind is not Kind.W else INK
+    return Box(x, y, width, height, _shade(COLOURS[leaf.kind], place, len(stages)), text=text, ink=ink, title=title)
+
+
+def _shade(shades: Sequence[str], place: int, count: int) -> str:
+    """The colour of one of a rank's stages; where they are more than the shades, of those between too."""
+    if count <= len(shades):
+        return shades[place]
+    at, part = divmod(place * (len(shades) - 1), count - 1)
+    dark, light = (bytes.fromhex(shades[min(number, len(shades) - 1)][1:]) for number in (at, at + 1))
+    return "#" + bytes(round(a + (b - a) * part / (count - 1)) for a, b in zip(dark, light, strict=True)).hex()
 
 
 def _axis(makespan: float, top: float, scale: float) -> Iterator[Text]:
