@@ -35,7 +35,7 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool, mode: compat.Ex
     """Replace nodes of a region's second run by those of its first.
 
     Args:
-        module: an annotated graph.
+        module: an annotated graph; its nodes forget their ``runs``.
         recomputed: whether a module ran again during backward otherwise than by torch's checkpointing.
         mode: the mode of example values.
 
@@ -87,6 +87,8 @@ def fold_recomputed(module: fx.GraphModule, *, recomputed: bool, mode: compat.Ex
                 continue  # a view, of the copy now
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+    for node in graph.nodes:
+        node.meta.pop("runs", None)
 
 
 def _matched(
@@ -127,7 +129,7 @@ def _matched(
 
 def _second_run(node: fx.Node) -> tuple[int, int] | None:
     """The region whose repetition made a node, and the number of that run; of nested ones the outermost."""
-    return next(((region, number) for region, number in node.meta.get("runs", ()) if number), None)
+    return next(((region, number) for region, number in node.meta["runs"] if number), None)
 
 
 def _key(module: fx.GraphModule, node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> Any:
