@@ -410,6 +410,7 @@ def _hand_over(send: Send) -> torch.Tensor:
     if not send.owned:
         return row_major_copy(given)
     tensor = row_major(given)
-    if tensor.data_ptr() != given.data_ptr() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+    copied = tensor is not given and tensor.data_ptr() != given.data_ptr()
+    if copied or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone()
