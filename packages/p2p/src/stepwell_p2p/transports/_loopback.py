@@ -160,6 +160,8 @@ class LoopbackFabric:
 
     def _complete(self, piece: _Piece) -> None:
         batch = piece.batch
+        if piece.done and batch.error is None:  # a send that was done when it was posted
+            return
         if not piece.done:
             piece.done = True
             batch.missing -= 1
@@ -194,7 +196,8 @@ class LoopbackFabric:
         also = f" Closed already: rank {', '.join(gone)}." if gone else ""
         for batch in waiting:
             batch.error = (
-                f"every rank waits and no message is on its way. {stuck}.{also} (prove_order explains a bad order)"
+                f"every rank waits, each with one thread at least, and no message is on its way. {stuck}.{also} (prove_order"
+                " explains a bad order)"
             )
             self._wake(batch.rank)
 
@@ -249,13 +252,14 @@ class _Group:
 class _Batch:
     """A handle: what one ``post`` started."""
 
-    __slots__ = ("_result", "device", "error", "fabric", "missing", "pieces", "posted", "rank")
+    __slots__ = ("_result", "device", "error", "fabric", "missing", "pieces", "posted", "rank", "receives")
 
     def __init__(self, fabric: LoopbackFabric, rank: int, device: torch.device) -> None:
         self.fabric = fabric
         self.rank = rank
         self.device = device
         self.pieces: list[_Piece] = []
+        self.receives = False
         self.missing = 0
         self.error: str | None = None
         self.posted = time.monotonic()
@@ -268,17 +272,17 @@ class _Batch:
         if self._result is None:
             if self.missing or self.error is not None or self.fabric._failure is not None:
                 self._block()
-            received = [piece for piece in self.pieces if not piece.is_send]
-            if received:
+            if self.receives:
                 with self.fabric._results[self.rank]:  # another thread may wait for the same handle
                     if self._result is None:
                         self._result = tuple(
                             [
                                 place(piece.value, piece.item.meta, self.device, piece.item.buffer)  # type: ignore[arg-type, union-attr]
-                                for piece in received  # each is done, so it has its value
+                                for piece in self.pieces
+                                if not piece.is_send  # each is done, so it has its value
                             ]
                         )
-            elif self._result is None:  # else another thread has taken all
+            else:
                 self._result = ()
             self.pieces = []
         return self._result
@@ -362,10 +366,12 @@ class LoopbackTransport:
                 value = None
                 if isinstance(item, Send):
                     value = _hand_over(item)
-                elif item.buffer is not None:
-                    check_buffer(item.buffer, item.meta)
-                elif not isinstance(item.meta, TensorMeta):
-                    raise TypeError(item)
+                else:
+                    handle.receives = True
+                    if item.buffer is not None:
+                        check_buffer(item.buffer, item.meta)
+                    elif not isinstance(item.meta, TensorMeta):
+                        raise TypeError(item)
                 handle.pieces.append(_Piece(item, handle, message, value, is_send=is_send))
         except (AttributeError, TypeError) as error:
             check_kinds(batch, error)
