@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies
 from stage_support import Calls, Threads, assert_like, build, grads_of, numbers, step
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -20,7 +21,7 @@ from stepwell_stage.run._lent import lent_by_wires, sharing
 from stepwell_stage.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 M, ROWS, WIDTH = 3, 6, 4
-REFUSED = "stage 1 writes in place to received value {}, which shares memory.*clone"
+REFUSED = "stage 1 writes in place to its input {}, which shares memory.*clone"
 Function = Callable[..., Any]
 
 
@@ -131,7 +132,7 @@ def refused_process() -> str:
 
 
 def test_it_is_refused_on_gloo(workers: WorkerPool) -> None:
-    assert all("writes in place to received value 0" in said for said in workers.run(refused_process, 3, deadline=60))
+    assert all("writes in place to its input 0" in said for said in workers.run(refused_process, 3, deadline=60))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,66 @@ def test_writing_to_what_a_later_stage_gets_too_is_refused_and_the_last_may(thre
         return modules[2](modules[1](first), first.clone())
 
     assert_like(threads(train, 3, functions, {"wires": SKIP}), expected(functions, skip), torch.testing.assert_close)
+
+
+def test_values_that_nobody_behind_takes_do_not_count(threads: Threads) -> None:
+    """A stage that wrote to what it alone takes was refused, since an output that no stage takes, or only an earlier one, is of
+    the same memory.
+    """
+    no_taker = {"wires": [Wire(0, 0, 1, 0), Wire(1, 0, 2, 0)]}
+    functions: Sequence[Function] = (twice, scaled_in_place, scaled)
+
+    def first_only(modules: Sequence[Any], x: Any) -> Any:
+        return modules[2](modules[1](modules[0](x)[0]))
+
+    assert_like(threads(train, 3, functions, no_taker), expected(functions, first_only), torch.testing.assert_close)
+    apart = {"wires": [Wire(0, 0, 1, 0), Wire(0, 1, 2, 1), Wire(1, 0, 2, 0)]}
+
+    def both(modules: Sequence[Any], x: Any) -> Any:
+        first, second = modules[0](x)
+        return modules[2](modules[1](first), second.clone())
+
+    functions = (twice, scaled, last_in_place)
+    assert_like(threads(train, 3, functions, apart), expected(functions, both), torch.testing.assert_close)
+    with pytest.raises(StageUsageError, match=REFUSED.format(0)):
+        threads(train, 3, (twice, scaled_in_place, product), apart)
+
+
+def test_the_input_that_is_written_to_is_named_by_its_place(threads: Threads) -> None:
+    """It was named by its place among what came, which with wires is another."""
+    crossed = {"wires": [Wire(0, 0, 1, 1), Wire(0, 1, 1, 0), Wire(1, 0, 2, 0), Wire(1, 1, 2, 1)]}
+    with pytest.raises(StageUsageError, match=REFUSED.format(1)):
+        threads(train, 3, (twice, writes_second, product), crossed)
+
+
+class Dropped(nn.Module):
+    """Returns a tensor and the same with dropout: in evaluation mode one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        return h, self.dropout(h)
+
+
+@pytest.mark.parametrize(("function", "last"), [(writes, product), (product, scaled)])
+def test_values_that_share_memory_only_later_are_refused(threads: Threads, function: Function, last: Function) -> None:
+    """Only the first forward was looked at: in a step in evaluation mode after one in training mode the next stage wrote to one
+    of two values which were one by then, and went on with what the other was before.
+    """
+
+    def steps(transport: Transport) -> None:
+        first = Dropped()
+        executor = build(transport, [first, Calls(function), Calls(last)], one_f_one_b(3, M))
+        step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2))
+        first.eval()
+        step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2))
+
+    with pytest.raises(StageUsageError, match="outputs of stage 0 share memory in microbatch 0 .*clone"):
+        threads(steps, 3)
 
 
 class Rows(nn.Module):
@@ -234,6 +295,29 @@ def test_sharing() -> None:
     assert sharing([nn.Parameter(x), x.requires_grad_()]) == {0, 1}
     x = x.detach()
     assert sharing([torch.view_as_real(z := torch.zeros(3, dtype=torch.complex64)), z]) == {0, 1}
+    assert sharing([x.unfold(0, 2, 1), x.new_zeros(4, 6)]) == set()  # has elements twice, but all of them are its own
+    assert sharing([x] * 256) == set(range(256))
+    memory = torch.zeros(64, dtype=torch.uint8)
+    single, double = memory[:32].view(torch.float32), memory[32:].view(torch.float64)
+    assert sharing([single, double]) == set()
+    assert sharing([double, memory[31:33], single]) == {0, 1, 2}
+
+
+@given(data=strategies.data())
+def test_sharing_finds_each_byte_that_two_tensors_have_in_common(data: strategies.DataObject) -> None:
+    memory = torch.arange(96, dtype=torch.uint8)
+    tensors, places = [], []
+    for _ in range(data.draw(strategies.integers(2, 4))):
+        dtype = data.draw(strategies.sampled_from([torch.uint8, torch.int16, torch.float32]))
+        room = memory.view(dtype)
+        shape = data.draw(strategies.lists(strategies.integers(1, 3), min_size=0, max_size=2))
+        strides = data.draw(strategies.lists(strategies.integers(0, 3), min_size=len(shape), max_size=len(shape)))
+        offset = data.draw(strategies.integers(0, room.numel() - 13))
+        tensors.append(room.as_strided(shape, strides, offset))
+        elements = torch.arange(room.numel()).as_strided(shape, strides, offset).flatten().tolist()
+        places.append({dtype.itemsize * element + at for element in elements for at in range(dtype.itemsize)})
+    shared = {i for i, mine in enumerate(places) if any(i != j and mine & other for j, other in enumerate(places))}
+    assert sharing(tensors) == shared
 
 
 def test_lent_by_wires() -> None:

@@ -6,6 +6,7 @@ with what it was. So a stage that writes to one is refused.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -43,17 +44,22 @@ def _is_as(value: torch.Tensor, before: int | torch.Tensor) -> bool:
 
 def sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
     """The numbers of tensors that have memory in common with others of them."""
-    found: set[int] = set()
-    of_storage: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    spans = []
     for number, tensor in enumerate(tensors):
-        local = to_local_if_dtensor(tensor).detach()
+        local = tensor if type(tensor) is torch.Tensor else to_local_if_dtensor(tensor).detach()
         if (
-            local.numel() and type(local) is torch.Tensor
-        ):  # others, such as shards still on their way, have no storage to ask
-            of_storage.setdefault(local.untyped_storage().data_ptr(), []).append((number, local))
-    for members in of_storage.values():
-        if len(members) > 1:
-            found |= _overlapping(members)
+            type(local) is torch.Tensor and local.numel()
+        ):  # shards that are still on their way have no memory to ask for
+            spans.append((local.data_ptr(), number, local))
+    spans.sort(key=_START)
+    found: set[int] = set()
+    for at, (_, number, local) in enumerate(spans):
+        end = _end(local)
+        for start, other, candidate in spans[at + 1 :]:
+            if start >= end:
+                break
+            if not {number, other} <= found and _overlap(local, candidate):
+                found |= {number, other}
     return found
 
 
@@ -76,16 +82,40 @@ def lent_by_wires(wires: Sequence[Wire] | None, every: Sequence[Wire] | None) ->
     return tuple(number for number, wire in enumerate(wires or ()) if others(wire))
 
 
-def _overlapping(members: Sequence[tuple[int, torch.Tensor]]) -> set[int]:
-    """Of tensors in one storage the numbers of those that have an element in common with another."""
-    sizes = {local.element_size() for _, local in members}
-    if len(sizes) > 1:
-        return {number for number, _ in members}
-    storage = members[0][1].untyped_storage()
-    users = torch.zeros(storage.nbytes() // sizes.pop(), dtype=torch.uint8, device=storage.device)
-    places = []
-    for number, local in members:
-        once = [size if stride else 1 for size, stride in zip(local.shape, local.stride(), strict=True)]
-        places.append((number, users.as_strided(once, local.stride(), local.storage_offset())))
-        places[-1][1].add_(1)
-    return {number for number, place in places if bool((place > 1).any())}
+def taken_from(destination: int, source: int, every: Sequence[Wire] | None) -> tuple[int, ...] | None:
+    """Which outputs of a stage another and those behind it take; None: all.
+
+    Args:
+        destination: the first of those.
+        source: the stage.
+        every: of the pipeline's wires; None for a chain.
+    """
+    if every is None:
+        return None
+    return tuple(sorted({wire.output for wire in every if wire.source == source and wire.destination >= destination}))
+
+
+_START = operator.itemgetter(0)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind a tensor's last element."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (steps + 1) * tensor.itemsize
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, the first of which does not begin behind the other, have a byte in common."""
+    start = one.data_ptr()
+    if start == other.data_ptr():
+        return True
+    taken = torch.zeros(max(_end(one), _end(other)) - start, dtype=torch.bool)
+    _bytes_in(taken, one, 0).fill_(True)
+    return bool(_bytes_in(taken, other, other.data_ptr() - start).any())
+
+
+def _bytes_in(taken: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """Of a row of bytes those that a tensor takes, which begins at the offset."""
+    size = tensor.itemsize
+    shape = [count if stride else 1 for count, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return taken.as_strided((*shape, size), (*(size * stride for stride in tensor.stride()), 1), offset)

@@ -31,6 +31,7 @@ from stepwell_meta import (
 from stepwell_meta.exceptions import PipeliningMetadataError
 from stepwell_p2p import Edge, Handle, Op, OpKind, Packing, Send, Transport, Wire, send_values
 
+from ..exceptions import StageUsageError
 from ._classes import with_classes
 from ._inbox import Coming, Expected, Going, Inbox, Learn
 from ._lent import sharing
@@ -50,6 +51,7 @@ class LinkPlace:
         first_gradient: likewise of its first gradient among those that ``destination`` sends.
         packs: whether small values travel together; not where somebody else runs the messages, value by value.
         lent: which values later stages get too.
+        later: which of the source's outputs the destination and later stages take; None: all.
     """
 
     source: int
@@ -60,6 +62,7 @@ class LinkPlace:
     first_gradient: int = 0
     packs: bool = True
     lent: tuple[int, ...] = ()
+    later: tuple[int, ...] | None = None
 
 
 class _End(abc.ABC):
@@ -342,8 +345,9 @@ class OutLink(_End):
 
     def give(self, microbatch: int, leaves: Sequence[torch.Tensor], outputs: ForwardMeta) -> None:
         """Take the stage's outputs, and keep (or hand over) those that cross here."""
-        if self._has_news:
-            self._look_at(self.groups[microbatch], leaves, outputs)
+        shared = self._sharing(leaves) if len(leaves) > 1 else ()
+        if self._has_news or shared:
+            self._look_at(microbatch, shared, outputs)
         values = leaves if self._numbers is None else [leaves[number] for number in self._numbers]
         if self.other is not None:
             # The other stage may change its inputs in place, and this one may need them in its backward: a copy for each.
@@ -353,22 +357,36 @@ class OutLink(_End):
         # leaves as it is now.
         self._values[microbatch] = [v.detach() if v.requires_grad else v.clone() for v in values]
 
-    def _look_at(self, group: int, leaves: Sequence[torch.Tensor], outputs: ForwardMeta) -> None:
-        """Learn what the first outputs of a group show."""
-        if group not in self.looks.shared:
-            shared = sharing(leaves)
-            mine = [n for n, output in enumerate(self.numbers(len(leaves))) if output in shared]
-            self.looks.shared[group] = tuple(mine)
+    def _sharing(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Which of the values share memory with others that the other stage, or a later one, takes."""
+        later = self.place.later
+        if later is None:
+            return tuple(sorted(sharing(leaves)))
+        shared = {later[at] for at in sharing([leaves[number] for number in later])}
+        return tuple(at for at, number in enumerate(self.numbers(len(leaves))) if number in shared)
+
+    def _look_at(self, microbatch: int, shared: tuple[int, ...], outputs: ForwardMeta) -> None:
+        """Learn what the first outputs of a group show, and refuse others that show more."""
+        group = self.groups[microbatch]
+        told = self.looks.shared.get(group)
+        if told is None:
+            self.looks.shared[group] = shared
             if group not in self.looks.values:
                 looks = self._unsaid if self.other is None else self.looks.values
                 looks[group] = select(outputs, self.place.wires)
-            elif mine:  # all was declared: nothing more is said to the other stage
+            elif shared and self.other is None:  # all was declared: nothing more is said to the other stage
                 warnings.warn(
-                    f"outputs of stage {self.place.source} share memory ({mine} of what stage {self.place.destination} takes),"
-                    " which stages that declare their values do not tell one another: if the latter writes to one of them in"
-                    " place, the others do not change as they do in one process: return copies",
+                    f"outputs of stage {self.place.source} share memory ({list(shared)} of what stage {self.place.destination}"
+                    " takes), which stages that declare their values do not tell one another: if the latter writes to one of"
+                    " them in place, the others do not change as they do in one process: return copies",
                     stacklevel=2,
                 )
+        elif not set(shared) <= set(told):
+            raise StageUsageError(
+                f"outputs of stage {self.place.source} share memory in microbatch {microbatch} ({list(shared)} of what stage"
+                f" {self.place.destination} takes), and did not at first, when that stage was told of it, which may write to"
+                " them in place: let the stage that returns them return a .clone() where one is another or a part of it"
+            )
         self._has_news = any(group not in self.looks.shared for group in self.groups)
 
     def send(self, microbatch: int) -> None:

@@ -27,7 +27,7 @@ from ._announce import Announcer, Word
 from ._bind import Around, Handlers, bind
 from ._draws import Draws, are_threads
 from ._inbox import Inbox
-from ._lent import lent_by_wires
+from ._lent import lent_by_wires, taken_from
 from ._link import InLink, LinkPlace, OutLink
 from ._looks import LinkLooks
 from ._opening import Opening
@@ -333,6 +333,7 @@ class Run:
                 wiring.first_gradient(source, destination),
                 # Stages that split() makes run what stands between units each by itself, also what is written there.
                 lent=() if stage.parts else lent_by_wires(wiring.between(source, destination), wiring.wires),
+                later=taken_from(destination, source, wiring.wires),
             )
             inbox = self._inboxes.get(ranks[source if destination == index else destination])
             if destination == index:

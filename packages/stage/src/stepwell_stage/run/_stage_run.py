@@ -268,10 +268,11 @@ class StageRun:
         self._lent = None
         written = lent.written()
         if written is not None:
+            written = written if self._positions is None else self._positions[written]
             raise StageUsageError(
-                f"stage {self.index} writes in place to received value {written}, which shares memory with another value or goes"
-                " to another stage too: in one process both would change, but each stage has a copy: write to a .clone() of it,"
-                " or let the stage that returns it return copies"
+                f"stage {self.index} writes in place to its input {written}, which shares memory with another value, here or"
+                " when it first came, or goes to another stage too: in one process both would change, but each stage has a copy:"
+                " write to a .clone() of it, or let the stage that returns it return copies"
             )
 
     def _weight(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
