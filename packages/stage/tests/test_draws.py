@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from stepwell_stage.run._draws import Draws
 from stepwell_stage.schedules import gpipe, one_f_one_b
 
 WIDTH, ROWS, M = 6, 12, 4
-REFUSED = r"stage 1 draws random numbers \(torch\.ops\.aten\..*within a checkpoint.*torchrun"
+REFUSED = r"stage 1( or its loss)? draws random numbers \(torch\.ops\.aten\..*within a checkpoint.*torchrun"
 
 
 class Block(nn.Module):
@@ -176,7 +177,7 @@ def test_what_only_a_later_step_or_microbatch_draws_is_seen(threads: Threads) ->
     ("inner", "how", "looks"),
     [
         (torch.tanh, lambda f, x: f(x), [1, 0, 0, 1, 0]),
-        (drop, lambda f, x: f(x), [M, 0, 0, M, 0]),
+        (drop, lambda f, x: f(x), [M, 1, 1, M, 1]),
         (torch.tanh, KINDS["as a graph"], [1, 1, 1, 1, 1]),
     ],
     ids=["nothing", "dropout", "a checkpoint"],
@@ -189,7 +190,7 @@ def test_forwards_are_looked_at_where_that_may_show_something(
     enter = Draws.__enter__
 
     def counting(self: Draws) -> Draws:
-        seen.append(self._stage)
+        seen.append(self._stage.stage_index)
         return enter(self)
 
     monkeypatch.setattr(Draws, "__enter__", counting)
@@ -204,6 +205,102 @@ def test_forwards_are_looked_at_where_that_may_show_something(
         return counts
 
     assert threads(steps, 3)[1] == looks
+
+
+def under_no_grad(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        taught = KINDS["as a graph"](function, x)
+    return x + taught
+
+
+def without_grad_within(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            mask = drop(torch.ones_like(y))
+        return function(y) * mask
+
+    return KINDS["as a graph"](inner, x)
+
+
+def with_hooks_within(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    def inner(y: torch.Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return function(y)
+
+    return KINDS["as a graph"](inner, x)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # of the reentrant one
+def test_checkpoints_that_never_run_again_may_draw(threads: Threads) -> None:
+    """Dropout in a checkpoint of a teacher under no_grad, or of a frozen first stage, was refused: it is drawn once."""
+    threads(train, 3, lambda: modules_of(drop, under_no_grad), 2)
+
+    def frozen(how: str) -> list[nn.Module]:
+        first = Block(drop, KINDS[how]).requires_grad_(False)
+        return seeded(first, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    for how in KINDS:
+        threads(train, 3, functools.partial(frozen, how), 2)
+
+
+@pytest.mark.parametrize("how", [without_grad_within, with_hooks_within])
+def test_what_is_drawn_without_gradients_in_a_checkpoint_with_them_is_seen(
+    threads: Threads, how: Callable[..., Any]
+) -> None:
+    with pytest.raises(StageUsageError, match=REFUSED):
+        threads(train, 3, lambda: modules_of(drop, how))
+
+
+@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
+def test_frozen_stages_through_which_gradients_flow_are_seen(threads: Threads, how: Callable[..., Any]) -> None:
+    def make() -> list[nn.Module]:
+        modules = modules_of(drop, how)
+        modules[1].requires_grad_(False)
+        return modules
+
+    with pytest.raises(StageUsageError, match=REFUSED):
+        threads(train, 3, make)
+
+
+def test_what_requires_grad_after_it_was_drawn_is_seen(threads: Threads) -> None:
+    class Shift(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def shifted(y: torch.Tensor) -> torch.Tensor:
+                return drop(y) * torch.ones(WIDTH, requires_grad=True)
+
+            return KINDS["as a graph"](shifted, x)  # type: ignore[no-any-return]
+
+    with pytest.raises(StageUsageError, match="stage 0 draws random numbers"):
+        threads(train, 2, lambda: seeded(Shift(), nn.Linear(WIDTH, WIDTH)))
+
+
+def test_a_checkpoint_switched_on_between_steps_is_seen(threads: Threads) -> None:
+    """After gradient_checkpointing_enable() gradients were those of other masks: only the first step was looked at."""
+
+    def train_on(transport: Transport) -> None:
+        ways = ["plain"]
+        ways_of: dict[str, Callable[..., Any]] = {"plain": lambda f, x: f(x), "checkpoint": KINDS["as a graph"]}
+        executor = build(transport, modules_of(drop, lambda f, x: ways_of[ways[-1]](f, x)), gpipe(3, M))
+        for way in ("plain", "plain", "checkpoint"):
+            ways.append(way)
+            step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH))
+
+    with pytest.raises(StageUsageError, match=REFUSED):
+        threads(train_on, 3)
+
+
+def test_a_loss_that_draws_in_a_checkpoint_is_named(threads: Threads) -> None:
+    """The sentence said that the stage draws, where the loss did."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(KINDS["as a graph"](drop, output), target)
+
+    def train_with(transport: Transport) -> None:
+        executor = build(transport, seeded(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), gpipe(2, M), loss)
+        step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH))
+
+    with pytest.raises(StageUsageError, match="stage 1 or its loss draws random numbers"):
+        threads(train_with, 2)
 
 
 def test_evaluation_and_one_rank_are_not_looked_at(threads: Threads) -> None:

@@ -51,7 +51,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any
 
 import torch
@@ -164,14 +164,22 @@ def takes_forward_derivative() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__  # what it runs has neither gradients nor hooks
+
+
 def is_in_checkpoint() -> bool:
-    """Whether what is computed now is in an activation checkpoint of torch's, which may compute it again in backward."""
+    """Whether what is computed now is in an activation checkpoint of torch's, which may compute it again in backward.
+
+    One that is not reentrant never does where it began without gradients: it sets no hooks then.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = top and top(True)
+    hooks = top(True) if top else ()
     if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:
         return True
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+    while frame is not None and not (
+        frame.f_code is _REENTRANT if hooks is None else frame.f_code.co_filename == torch.utils.checkpoint.__file__
+    ):
         frame = frame.f_back
     return frame is not None
 
@@ -223,7 +231,7 @@ def run_backward(
         leaves: which leaves it makes gradients for; None for all.
         keep_graph: whether the graph can be run again.
     """
-    if any(grad is None for grad in grads):
+    if NoneType in map(type, grads):
         torch.autograd.backward(roots, grads, retain_graph=keep_graph, inputs=leaves)  # type: ignore[arg-type]
         return
     wanted = () if leaves is None else tuple(leaves)

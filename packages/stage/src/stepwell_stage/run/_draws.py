@@ -3,26 +3,32 @@
 A checkpoint notes the state of torch's generator, and sets it back to draw the same again when it runs again in backward. That
 generator is the process's: other ranks that are threads draw from it in between, so it would draw others, and gradients would be
 those of other masks. Nothing else shows this, so forwards on such a rank are looked at, operation by operation, which takes time:
-the first of a step, and those behind it as long as they draw any. Where no checkpoint was seen, that is only in steps whose batch
-is cut in a new way, or whose module was put into another mode, as in the very first. Ranks that are processes need none of it.
+the first of a step, and those behind it as long as they draw any. Where no checkpoint was seen, those behind it are only in steps
+whose batch is cut in a new way, or whose module was put into another mode, as in the very first; so is the first where nothing
+was drawn either. Ranks that are processes need none of it.
+
+A checkpoint whose stage has nothing to train, and was given nothing that requires grad, never runs again, and may draw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from stepwell_p2p import LoopbackTransport, Transport
 
-from .._compat import TorchDispatchMode, is_in_checkpoint
+from .._compat import TorchDispatchMode, is_in_checkpoint, tree_flatten
 from ..exceptions import StageUsageError
 
+if TYPE_CHECKING:
+    from ._stage import PipelineStage
+
 _SHARES = ("dropout_p", "dropout")  # of attention and recurrent layers, which draw nothing where these are 0
-_SAVES = (
-    "run_and_save_rng_state"  # what compilers that keep operators as they are put around one of a checkpoint that draws
-)
+# What compilers that keep operators as they are put around one of a checkpoint that draws:
+_SAVES = "run_and_save_rng_state"
 
 
 def are_threads(transport: Transport) -> bool:
@@ -34,7 +40,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at a stage's forwards. Mutable: it knows what it has seen.
 
     Args:
-        stage: the stage's number.
+        stage: the stage.
 
     Attributes:
         looks: whether the next forward is to be looked at.
@@ -42,16 +48,21 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: PipelineStage) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.looks = False
         self._stage = stage
         self._has_checkpoints = False
+        self._has_draws = False
+        self._goes_on = False
+        self._has_grads = False  # of one forward, as the next
+        self._drawn = ""
         self._mode: bool | None = None
 
     def begin(self, *, training: bool | None, is_new: bool) -> None:
         """A step begins, with the module in this mode, and a batch that may be cut in a new way."""
-        self.looks = is_new or self._has_checkpoints or training is not self._mode
+        self._goes_on = is_new or self._has_checkpoints or training is not self._mode
+        self.looks = self._goes_on or self._has_draws
         self._mode = training
 
     def around(self, forward: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -71,7 +82,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __enter__(self) -> Draws:
-        self.looks = False
+        self.looks = self._has_grads = False
+        self._drawn = ""
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -80,16 +92,34 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """One operation."""
         draws = _draws(func, args, kwargs or {})
-        self.looks = self.looks or draws
+        self._has_draws = self._has_draws or draws
+        self.looks = self.looks or (draws and self._goes_on)
+        self._has_grads = self._has_grads or _require_grad(args, kwargs)
         if (draws or not self._has_checkpoints) and (str(func) == _SAVES or is_in_checkpoint()):
             self._has_checkpoints = True
             if draws:
-                raise StageUsageError(
-                    f"stage {self._stage} draws random numbers (torch.ops.{func}) within a checkpoint, which sets torch's"
-                    " generator back to draw them again in backward. Ranks that are threads of one process share that generator,"
-                    " so others would be drawn, and gradients wrong: run each rank in a process of its own, with torchrun"
-                )
+                self._drawn = str(func)
+                self._has_grads = self._has_grads or not self._is_frozen()
+        if self._drawn and self._has_grads:
+            number, loss = self._stage.stage_index, " or its loss" if self._stage.is_last else ""
+            raise StageUsageError(
+                f"stage {number}{loss} draws random numbers (torch.ops.{self._drawn}) within a checkpoint, which sets torch's"
+                " generator back to draw them again in backward. Ranks that are threads of one process share that generator, so"
+                " others would be drawn, and gradients wrong: run each rank in a process of its own, with torchrun"
+            )
         return func(*args, **(kwargs or {}))
+
+    def _is_frozen(self) -> bool:
+        module = self._stage.submodule
+        return (
+            not self._stage.is_last  # its loss may have parameters too
+            and isinstance(module, nn.Module)
+            and not any(parameter.requires_grad for parameter in module.parameters())
+        )
+
+
+def _require_grad(*given: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_flatten(given)[0])
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -348,7 +348,7 @@ class Run:
             [self._out_links[place] for place in places if place[0] == index],
             loss_fn,
             has_backward=self.has_backward,
-            draws=Draws(index) if self.has_backward and are_threads(self._transport) else None,
+            draws=Draws(stage) if self.has_backward and are_threads(self._transport) else None,
         )
 
     def _firsts(self, stage: int, groups: Sequence[int], *, backward: bool = False) -> frozenset[int]:
