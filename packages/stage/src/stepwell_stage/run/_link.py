@@ -12,6 +12,7 @@ import abc
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 
 import attrs
 import torch
@@ -263,7 +264,7 @@ class InLink(_End):
                         stage=self.place.destination,
                     )
         mine = [grads[number] for number in crossing.back]
-        if crossing.has_dtensors or any(grad is None for grad in mine):
+        if crossing.has_dtensors or NoneType in map(type, mine):
             mine = [self._or_zeros(grad, meta) for grad, meta in zip(mine, crossing.back_metas, strict=True)]
         self._grads[microbatch] = mine  # type: ignore[assignment]  # none of them is None now
 
