@@ -288,6 +288,35 @@ def test_anything_else_is_refused_by_name_and_place(value: Any, path: str, name:
     assert caught.value.type_name in str(caught.value)
 
 
+@dataclasses.dataclass
+class MayLack:
+    h: torch.Tensor
+    later: torch.Tensor = dataclasses.field(init=False)
+
+
+@attrs.define
+class TakesOther:
+    h: torch.Tensor
+
+    def __init__(self, factor: int) -> None:
+        self.h = H * factor
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        (NeedsMore(H, 3), "constructor takes other arguments than its fields: make each argument a field"),
+        (MayBeTold(H, 3), "constructor takes other arguments than its fields: make each argument a field"),
+        (TakesOther(3), "constructor takes other arguments than its fields: make each argument a field"),
+        (MayLack(H), "field 'later' is not set: set it, with None where it has no value"),
+    ],
+)
+def test_of_a_class_of_fields_it_says_which_of_two_faults_it_has_and_what_to_do(value: Any, hint: str) -> None:
+    """It named both faults for either, and told those who had used a dataclass to use dataclasses."""
+    with pytest.raises(UnsupportedValueError, match=rf"stage; its {hint}, or register the class with torch's pytree$"):
+        normalize_outputs(value)
+
+
 class Shy:
     """A key that does not like to be printed, such as a tensor that is on a busy device."""
 

@@ -74,11 +74,18 @@ def fields_of(cls: type) -> Fields | None:
     return fields if _can_be_called_with(cls, fields.arguments) else None
 
 
-def why_not(cls: type) -> str:
-    """What a message adds about a class of fields that `fields_of` knows none of, or of which some are not set."""
+def why_not(value: Any) -> str:
+    """What a message says of an instance of a class of fields that cannot be taken apart, and what to do; else nothing."""
+    cls = type(value)
     if not (dataclasses.is_dataclass(cls) or attrs.has(cls)) or issubclass(cls, tuple | list | dict | set | frozenset):
         return ""
-    return " (its constructor takes other arguments than its fields, or one of them is not set)"
+    fields = fields_of(cls)
+    if fields is None:
+        what = "its constructor takes other arguments than its fields: make each argument a field"
+    else:
+        missing = next(name for name in fields.names if not hasattr(value, name))
+        what = f"its field {missing!r} is not set: set it, with None where it has no value"
+    return f"{what}, or register the class with torch's pytree"
 
 
 def _can_be_called_with(cls: type, arguments: Sequence[str | None]) -> bool:

@@ -252,10 +252,12 @@ class _Walker:
             children = tuple(self.walk(getattr(value, field), (path, ".{}", field), depth) for field in fields.names)
             branch = Branch(fields.kind, children, tuple(Static(field) for field in fields.names), name)
         else:
+            hint = why_not(value) or (
+                "use tensors, None, numbers, strings, enums, and tuples, lists, dicts, named tuples, dataclasses or attrs "
+                "classes of these, or register its class with torch's pytree"
+            )
             raise UnsupportedValueError(
-                f"outputs{_spell(path)}: cannot send a {type_name(value)} to another stage{why_not(cls)}; use tensors, None, "
-                "numbers, strings, enums, and tuples, lists, dicts, named tuples, dataclasses or attrs classes of these, or "
-                "register its class with torch's pytree",
+                f"outputs{_spell(path)}: cannot send a {type_name(value)} to another stage; {hint}",
                 type_name=type_name(value),
                 path=f"outputs{_spell(path)}",
             )
