@@ -140,6 +140,13 @@ def test_arguments_that_do_not_fit() -> None:
         split(model, 2, example=X).stages(Placement.loop(3, 3), 0, "cpu")
 
 
+@pytest.mark.parametrize("units", ["layers.*", 3])
+def test_one_unit_that_is_not_in_a_list(units: Any) -> None:
+    """A text was read letter by letter: no module with parameters was called 'l'."""
+    with pytest.raises(StageUsageError, match=rf"units are several names or globs .*'blocks\.\*'.*, got {units!r}"):
+        split(Row(), 2, example=X, units=units)
+
+
 def test_inputs_that_are_missing_or_new(threads: Callable[..., Any]) -> None:
     def lacking(transport: Transport) -> None:
         cut = split(Row(), 2, example=X)

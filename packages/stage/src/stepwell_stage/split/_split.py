@@ -18,6 +18,7 @@ from stepwell_p2p import Placement, Transport, Wire
 from ..exceptions import StageUsageError
 from ..plan._balance import balance
 from ..plan._count import whole
+from ..plan._require import several
 from ..run._materialise import materialise
 from ..run._stage import PipelineStage
 from ._absent import Absence
@@ -311,7 +312,8 @@ def split(
     if units is None:
         look = look_for(model, kinds, tree, count, with_time=costs == "time")
     else:
-        look = look_at(model, kinds, given_units(tree, units), with_time=costs == "time")
+        patterns = several(units, "units are several names or globs of modules, for example ['blocks.*']")
+        look = look_at(model, kinds, given_units(tree, patterns), with_time=costs == "time")
     check_reached(model)
     cut = _cut(look, stages, count, costs, inputs)
     # Nobody asked for both training and evaluation: that may cost nothing, and where it cannot be had, it is refused later.
