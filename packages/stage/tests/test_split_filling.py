@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stepwell_stage import split
 from stepwell_stage.exceptions import StageUsageError
+from stepwell_stage.split._filling import Untold, Watched
 
 Threads = Callable[..., Any]
 Fill = Callable[[Tensor, "Notes"], Tensor]
@@ -359,3 +360,14 @@ def test_a_tensor_in_an_object_that_units_change_in_place(threads: Threads, add:
         refused(threads, r"unit 'layers\.0' changes in place but does not return", model, [{"x": numbers(0)}], steps())
     with pytest.raises(StageUsageError, match=r"4 units make 1 groups.* such as a cache"):
         split(make(lambda: Sums(add_and_take, same)), 2, example=numbers(0))
+
+
+@pytest.mark.parametrize(("kind", "put"), [(deque, deque.append), (set, set.add)])
+def test_another_object_at_the_address_of_one_that_was_taken_out(kind: Any, put: Callable[..., Any]) -> None:
+    """What was in a set or deque was compared by address, which another object may have after it: nothing seemed changed."""
+    held = kind([object()])
+    watched = Watched([held])
+    held.clear()
+    put(held, object())
+    with pytest.raises(Untold):
+        watched.filling(torch.empty_like)

@@ -128,7 +128,7 @@ class Watched:
         _, was = self._before[id(holder)]
         now = _held(holder)
         if not isinstance(was, dict) or not isinstance(now, dict):
-            if was != now:
+            if type(was) is not type(now) or [*map(id, was)] != [*map(id, now)]:
                 raise Untold
             return
         for step, value in now.items():
@@ -152,7 +152,7 @@ class Watched:
 
 
 def _held(value: Any) -> Any:
-    """What is in an object, by place; of what has no places what can be compared; None: it is not looked into."""
+    """What is in an object, by place; without places in a list, to be compared by identity; None: it is not looked into."""
     if type(value) in PLAIN_TYPES:
         return None
     if isinstance(value, types.FunctionType):
@@ -172,7 +172,7 @@ def _held(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return {("item", number): one for number, one in enumerate(value)}
     if isinstance(value, set | frozenset | deque):
-        return [id(one) for one in value]
+        return list(value)
     slots = slots_of(type(value))  # type: ignore[arg-type]
     held = {("attribute", slot): getattr(value, slot) for slot in slots if hasattr(value, slot)}
     return held | {("attribute", name): one for name, one in getattr(value, "__dict__", {}).items()}
