@@ -357,7 +357,7 @@ def loopback_table(table: Table, pool: WorkerPool, size: Size) -> None:
     table.note = (
         "Ranks are threads, whose Python runs one at a time whatever there is of cores. On one core that costs nothing more; on"
         " several, they hand the interpreter to one another at every operator, and the module's own forwards and backwards take"
-        " two to three times as long. Steps shorter than 64 microbatches are taken several in a row, as in training."
+        f" two to three times as long. Steps shorter than {TRIVIAL} microbatches are taken several in a row, as in training."
     )
     for microbatches in size.growth:
         (found,) = pool.run(on_loopback, 1, microbatches, size.turns, deadline=120)
