@@ -67,6 +67,22 @@ def test_what_is_no_message_is_not_recorded() -> None:
     assert len(recorder.steps) == 2 * 2  # a post and a wait for each right batch
 
 
+def refuses_generator(*, tagged: bool) -> None:
+    transport = C10dTransport(timeout=20)
+    transport._link.gloo = tagged  # type: ignore[union-attr]
+    op = Op(OpKind.SEND_F, Edge(transport.rank, 1 - transport.rank), 0, 0)
+    for take in (transport.post, transport.as_p2p_ops):
+        with pytest.raises(P2PUsageError, match="takes a list of Send and Recv, got generator"):
+            take(Send(op, torch.ones(4)) for _ in range(2))  # type: ignore[arg-type]
+    transport.close()
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_c10d_refuses_what_can_be_read_only_once(workers: WorkerPool, *, tagged: bool) -> None:
+    """A generator was a batch where batches go by channel, as over NCCL, and none over gloo."""
+    workers.run(refuses_generator, 2, tagged=tagged)
+
+
 def refuses_over_gloo(*, tagged: bool) -> None:
     transport = C10dTransport(timeout=20)
     if not tagged:

@@ -214,6 +214,7 @@ class C10dTransport:
         if self._link is None:
             raise P2PUsageError("torch's P2P ops need an initialised process group of at least 2 ranks")
         try:
+            len(batch)  # as in post
             return [self._as_p2p_op(item) for item in batch]
         except (AttributeError, TypeError) as error:
             check_kinds(batch, error)
@@ -332,6 +333,7 @@ class C10dTransport:
 
     def _post_fifo(self, batch: Sequence[Send | Recv], handle: _Batch, link: Link) -> None:
         """Channel by channel, in the one order in which all ranks made them, each as one group call."""
+        len(batch)  # what can be read only once has none
         ready: list[tuple[Send | Recv, _Route, torch.Tensor | None]] = []
         for item in batch:  # what is wrong with any is found before the first one starts
             route = self._routes[isinstance(item, Send)].get(item.op) or self._find_route(item)
