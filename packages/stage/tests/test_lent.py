@@ -229,7 +229,7 @@ def test_values_that_share_memory_only_later_are_refused(threads: Threads, funct
         first.eval()
         step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH, seed=2))
 
-    with pytest.raises(StageUsageError, match="outputs of stage 0 share memory in microbatch 0 .*clone"):
+    with pytest.raises(StageUsageError, match=r"outputs of stage 0 share memory in microbatch 0 .*clone"):
         threads(steps, 3)
 
 

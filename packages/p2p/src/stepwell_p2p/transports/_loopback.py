@@ -373,10 +373,10 @@ class LoopbackTransport:
                     elif not isinstance(item.meta, TensorMeta):
                         raise TypeError(item)
                 handle.pieces.append(_Piece(item, handle, message, value, is_send=is_send))
+            handle.missing = len(batch)  # what can be read only once has none
         except (AttributeError, TypeError) as error:
             check_kinds(batch, error)
             raise
-        handle.missing = len(handle.pieces)
         with fabric._lock:
             if fabric._closed[self.rank]:
                 raise P2PUsageError(f"rank {self.rank} posts on a transport that it has closed")
