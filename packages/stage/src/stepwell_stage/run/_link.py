@@ -360,9 +360,9 @@ class OutLink(_End):
 
     def _sharing(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which of the values share memory with others that the other stage, or a later one, takes."""
-        later = self.place.later
-        if later is None:
+        if self.place.later is None:
             return tuple(sorted(sharing(leaves)))
+        later = [number for number in self.place.later if number < len(leaves)]  # of others a wire is refused elsewhere
         shared = {later[at] for at in sharing([leaves[number] for number in later])}
         return tuple(at for at, number in enumerate(self.numbers(len(leaves))) if number in shared)
 
