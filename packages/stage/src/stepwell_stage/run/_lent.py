@@ -47,9 +47,8 @@ def sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
     spans = []
     for number, tensor in enumerate(tensors):
         local = tensor if type(tensor) is torch.Tensor else to_local_if_dtensor(tensor).detach()
-        if (
-            type(local) is torch.Tensor and local.numel()
-        ):  # shards that are still on their way have no memory to ask for
+        # Others, such as shards that are still on their way, have no memory to ask for.
+        if type(local) is torch.Tensor and local.numel():
             spans.append((local.data_ptr(), number, local))
     spans.sort(key=_START)
     found: set[int] = set()
