@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from datetime import timedelta
 
@@ -31,6 +33,7 @@ from stepwell_p2p import (
     send_values,
 )
 from stepwell_p2p._compat import memory_users
+from stepwell_p2p._scheduling import giving_way
 from stepwell_p2p.exceptions import P2PUsageError, PeerFailure, TransportError
 from stepwell_p2p.testing import TRANSPORT_CHECKS, Check, PoolFabric, check_transport
 
@@ -68,6 +71,43 @@ def test_a_finished_receive_is_let_go_of_when_the_next_is_waited_for(workers: Wo
     hand. Yet it is not kept for longer than that, since it holds the value's memory."""
     for found in workers.run(users_of_received, 2, 3):
         assert found == [(2,), (1, 2), (1, 1, 2), (1, 1, 1)]
+
+
+def policies() -> tuple[int, list[int]]:
+    """The scheduling policy of this thread, and of those that the opening of channels started."""
+    before = set(os.listdir("/proc/self/task"))
+    transport = C10dTransport(placement=Placement.loop(2, 2))
+    ring(transport)
+    begun = [int(thread) for thread in set(os.listdir("/proc/self/task")) - before]
+    found = os.sched_getscheduler(0), [os.sched_getscheduler(thread) for thread in begun]
+    transport.close()
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has such a policy")
+def test_channels_take_no_core_from_a_thread_that_sends(workers: WorkerPool) -> None:
+    """gloo's loop, woken by a message, took the core of its sender, which holds its connection's lock: with more ranks than cores
+    the sender's own loop turned on that lock for half of all time."""
+    for own, begun in workers.run(policies, 2):
+        assert own == os.SCHED_OTHER
+        assert os.SCHED_BATCH in begun
+
+
+def test_a_policy_that_the_user_chose_is_kept() -> None:
+    if not hasattr(os, "SCHED_BATCH"):
+        pytest.skip("only Linux has such a policy")
+    found = []
+
+    def look() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+        with giving_way():
+            found.append(os.sched_getscheduler(0))
+        found.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_IDLE] * 2
 
 
 # ---- channels

@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ._scheduling import giving_way
+
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -84,7 +86,8 @@ def gloo_groups(timeout: timedelta) -> Callable[[dist.Store, int, int], dist.Pro
     """
     try:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stubs
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        with giving_way():  # a device starts its loop
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
         options._threads = 1  # they serve collectives, of which these groups have none
         options._timeout = timeout
     except AttributeError:
