@@ -166,6 +166,28 @@ def test_a_process_group_is_given_back_when_no_transport_can_be_made(workers: Wo
     assert workers.run(no_transport_to_be_had, 1, init_group=False) == [False]
 
 
+def policies_of_new_threads() -> list[int]:
+    before = set(os.listdir("/proc/self/task"))
+
+    def look(_: stepwell.World) -> list[int]:
+        return [os.sched_getscheduler(int(thread)) for thread in set(os.listdir("/proc/self/task")) - before]
+
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            patch.setenv(name, value)
+        free.close()
+        (found,) = stepwell.launch(look, device="cpu")
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has such a policy")
+def test_threads_of_the_process_group_give_way(workers: WorkerPool) -> None:
+    (found,) = workers.run(policies_of_new_threads, 1, init_group=False)
+    assert os.SCHED_BATCH in found
+
+
 def receive_for_ever(world: stepwell.World) -> None:
     op = Op(OpKind.RECV_F, Edge(0, world.rank), 0, 0)
     world.transport.post([Recv(op, TensorMeta((1,), (1,), torch.float32))]).wait()

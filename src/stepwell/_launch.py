@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stepwell_mesh import default_device_type, require_device_type
-from stepwell_p2p import C10dTransport, LoopbackFabric, Transport
+from stepwell_p2p import C10dTransport, LoopbackFabric, Transport, giving_way
 from stepwell_p2p.exceptions import PeerFailure
 
 from .exceptions import LaunchError
@@ -100,7 +100,8 @@ def _run_process(main: Callable[[World], Any], ranks: int | None, kind: str) -> 
         torch.accelerator.set_device_index(device)
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group(dist.get_default_backend_for_device(device))
+        with giving_way() if device.type == "cpu" else contextlib.nullcontext():
+            dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         transport = C10dTransport(device=device)
         try:

@@ -29,11 +29,11 @@ from stepwell_p2p import (
     Transport,
     chain_wires,
     channels_for,
+    giving_way,
     receive_values,
     send_values,
 )
 from stepwell_p2p._compat import memory_users
-from stepwell_p2p._scheduling import giving_way
 from stepwell_p2p.exceptions import P2PUsageError, PeerFailure, TransportError
 from stepwell_p2p.testing import TRANSPORT_CHECKS, Check, PoolFabric, check_transport
 

@@ -10,6 +10,7 @@ from stepwell_p2p._op import Op, OpKind
 from stepwell_p2p._order import OrderProof, prove_order
 from stepwell_p2p._pack import Pack, Packing, plan_packs
 from stepwell_p2p._placement import Edge, Placement, Wire, chain_wires
+from stepwell_p2p._scheduling import giving_way
 from stepwell_p2p._step import Post, Step, Wait, Work
 from stepwell_p2p._transport import Handle, Recv, Rules, Send, Transport
 from stepwell_p2p._values import ExpectedValues, expect_values, receive_values, send_values
@@ -49,6 +50,7 @@ __all__ = [
     "channels_for",
     "edges_of",
     "expect_values",
+    "giving_way",
     "plan_packs",
     "prove_order",
     "receive_values",
