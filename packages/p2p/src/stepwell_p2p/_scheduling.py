@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def giving_way() -> Iterator[None]:
     """Around what starts threads, such as gloo's: as they wake they take no core from a running thread, but wait for a free one.
 
-    Where ranks have to share cores, messages and collectives over gloo take a fraction of the time. A message wakes the receiver's
+    Where ranks share cores, messages and collectives over gloo take a fraction of the time. A message wakes the receiver's
     event loop, and the kernel may give it the core of the thread that is sending. That one then holds the lock of its connection,
     and until it has a core again its own loop turns on that lock. :class:`C10dTransport` makes its channels within this.
 
