@@ -79,7 +79,13 @@ def lateness() -> float:
 
 
 def by_hand(
-    modules: Sequence[nn.Module], schedule: Schedule, x: torch.Tensor, y: torch.Tensor, loss_fn: LossFn | None = None
+    modules: Sequence[nn.Module],
+    schedule: Schedule,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    loss_fn: LossFn | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Step:
     """The same schedule with the same messages, posted in the same order, and nothing else: the limit to approach.
 
@@ -90,7 +96,7 @@ def by_hand(
     module_of = dict(zip(schedule.placement.stages_of(rank), modules, strict=True))
     parts, targets = x.tensor_split(count), y.tensor_split(count)
     actions = lower(schedule).with_pairs_apart().actions[rank]
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
 
     def step() -> None:
         inputs: dict[tuple[int, int], torch.Tensor] = {}

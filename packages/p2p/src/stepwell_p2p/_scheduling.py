@@ -22,15 +22,18 @@ def giving_way() -> Iterator[None]:
         with giving_way():
             dist.init_process_group("gloo")
     """
-    batch = getattr(os, "SCHED_BATCH", None)  # threads inherit the policy of the one that starts them
-    own = os.sched_getscheduler(0) if batch is not None else None
-    if batch is None or own != os.SCHED_OTHER:
-        yield
-        return
-    with contextlib.suppress(PermissionError):  # a sandbox may forbid it; then messages only take longer
-        os.sched_setscheduler(0, batch, os.sched_param(0))
+    changed = _change("SCHED_OTHER", "SCHED_BATCH")  # threads inherit the policy of the one that starts them
     try:
         yield
     finally:
-        with contextlib.suppress(PermissionError):
-            os.sched_setscheduler(0, own, os.sched_param(0))
+        if changed:
+            _change("SCHED_BATCH", "SCHED_OTHER")
+
+
+def _change(before: str, after: str) -> bool:
+    """Give this thread the one policy where it has the other; whether that was done. Sandboxes may know no policies."""
+    with contextlib.suppress(AttributeError, OSError):
+        if os.sched_getscheduler(0) == getattr(os, before):
+            os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
+            return True
+    return False
