@@ -395,6 +395,18 @@ def test_buckets_follow_modules_or_bytes_and_say_why_they_end() -> None:
             assert users == {phase_of(node)}
 
 
+@pytest.mark.parametrize("bucket_by", ["bytes", "module"])
+def test_what_stays_gathered_is_in_no_bucket_with_what_is_freed(bucket_by: Any) -> None:
+    """A bucket held both, of which backward read a part, and the configuration was refused as a fault of the pass."""
+    with fake_world(2):
+        c = compiled(PassConfig(bucket_by=bucket_by, reshard_after_forward={"layers.0.**": False, "**.qkv": False}))
+        joint = c.graph()
+        for node in starts(joint.graph, "gather"):
+            assert len({name in joint.kept for name in comm_of(node).params}) == 1
+    if bucket_by == "bytes":
+        assert "has another reshard_after_forward" in c.explain()
+
+
 def test_gathers_are_prefetched_and_reductions_waited_for_late() -> None:
     def distance(prefetch: int) -> tuple[int, int]:
         """Of gathers ahead of use, and of reductions under way, the most at one time."""

@@ -41,7 +41,7 @@ class Member:
 
     index: int
     params: tuple[str, ...]
-    key: tuple[str, ...]  # kind, phase, group, dtype, operator
+    key: tuple[str, ...]  # kind, phase, group, dtype, operator, whether it is gathered again
     unit: str
     bytes: int
 
@@ -151,7 +151,7 @@ def _why_last(member: Member, members: Sequence[Member], config: PassConfig) -> 
     following = [other for other in members if other.index > member.index and other.key[0] == member.key[0]]
     if not following:
         return f"it was the last {member.key[0]}"
-    names = ("kind", "phase", "group", "dtype", "operator")
+    names = ("kind", "phase", "group", "dtype", "operator", "reshard_after_forward")
     differs = [n for n, a, b in zip(names, member.key, following[0].key, strict=True) if a != b]
     return f"{', '.join(following[0].params)} has another {' and '.join(differs)}"
 
@@ -160,10 +160,11 @@ def _member(joint: JointGraph, index: int, node: fx.Node) -> Member:
     comm = comm_of(node)
     assert comm is not None
     value = value_of(node.args[0])  # type: ignore[arg-type]
+    stays = str(comm.kind == "gather" and joint.kept.issuperset(comm.params))
     return Member(
         index=index,
         params=comm.params,
-        key=(comm.kind, phase_of(node), comm.group, str(value.dtype), comm.op or ""),
+        key=(comm.kind, phase_of(node), comm.group, str(value.dtype), comm.op or "", stays),
         unit=bucket_unit(joint, comm.params[0]),
         bytes=collective_bytes(node),
     )
