@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,22 @@ def test_devices_may_differ_from_rank_to_rank_and_dims_may_not() -> None:
         node = next(n for n in turned.graph.nodes if n.target is aten.sum.dim_IntList)
         node.args = (node.args[0], [1], *node.args[2:])
         assert first_difference(signature(gpt), signature(turned)) is not None
+
+
+def test_functions_of_python_have_an_address_of_their_own_in_each_process() -> None:
+    """As torch.sym_max has, in a graph with dynamic sizes and an as_strided: equal ranks were told that they differ."""
+    with fake_world(2):
+        graph = joint(**ALONE)
+        found = []
+        for name in ("sym_max", "sym_max", "sym_min"):
+            function = getattr(torch, name)
+            other = graph.copy()
+            node = next(n for n in other.graph.nodes if n.target is aten.gelu.default)
+            node.target = types.FunctionType(function.__code__, {}, function.__name__)  # as in another process
+            node.target.__module__ = function.__module__
+            found.append(signature(other))
+        assert first_difference(found[0], found[1]) is None
+        assert first_difference(found[0], found[2]) is not None
 
 
 def test_s34_a_freed_parameter_that_backward_still_reads_is_seen() -> None:

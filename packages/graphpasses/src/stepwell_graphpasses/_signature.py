@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import operator
 import pickle
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def _fingerprint(node: fx.Node, prints: dict[fx.Node, bytes], *, exact: bool) ->
     if node.op in ("placeholder", "get_attr"):
         digest.update(str(node.meta.get("input", node.target)).encode())
         return digest.digest()
-    digest.update(str(node.target).encode())
+    digest.update(_name(node.target).encode())
     counts, group = _counts(node), group_of(node)
 
     def visit(value: Any, *, size: bool) -> None:
@@ -119,6 +120,11 @@ def _fingerprint(node: fx.Node, prints: dict[fx.Node, bytes], *, exact: bool) ->
         digest.update(name.encode())
         visit(value, size=not exact and name not in counts)
     return digest.digest()
+
+
+def _name(target: Any) -> str:
+    """An operator's name without an address, which a function of Python's has in every process another."""
+    return f"{target.__module__}.{target.__qualname__}" if isinstance(target, types.FunctionType) else str(target)
 
 
 def _alike(value: Any) -> Any:
