@@ -31,7 +31,8 @@
 * ``torch.utils._python_dispatch.TorchDispatchMode`` (seen in 2.13): sees which operations draw random numbers. Likewise, and on
   ranks that are threads no steps.
 * ``torch._C._autograd._top_saved_tensors_default_hooks`` (seen in 2.13): whether what is computed is computed again in backward.
-  Without it :func:`is_in_checkpoint` does not see checkpoints that are hooks of a module.
+  Without it :func:`is_in_checkpoint` does not see checkpoints that are hooks of a module. With ``_pop_`` and ``_push_`` of it,
+  :func:`unsaved` keeps absent tensors out of checkpoints; without it they are in them.
 * ``torch._C._functorch.is_functorch_wrapped_tensor`` (seen in 2.13): whether a tensor is in a transform such as vmap. Likewise.
 * ``_is_param`` of tensors (seen in 2.13): what makes a tensor of another class than torch's own a parameter. Likewise.
 * ``torch.utils._pytree`` (seen in 2.13): torch's own flattening of nested containers. Without it there is no fallback:
@@ -164,6 +165,7 @@ def takes_forward_derivative() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__  # what it runs has neither gradients nor hooks
 
 
@@ -172,8 +174,7 @@ def is_in_checkpoint() -> bool:
 
     One that is not reentrant never does where it began without gradients: it sets no hooks then.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = top(True) if top else ()
+    hooks = _top_hooks(True)
     if hooks and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:
         return True
     frame: FrameType | None = sys._getframe(1)
@@ -182,6 +183,20 @@ def is_in_checkpoint() -> bool:
     ):
         frame = frame.f_back
     return frame is not None
+
+
+@contextlib.contextmanager
+def unsaved() -> Iterator[None]:
+    """What is computed meanwhile is not seen by hooks on what is saved for backward, such as those of a checkpoint around it."""
+    hooks = []
+    while top := _top_hooks(True):
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode, is_transformed, mark_as_parameter
+from .._compat import DATA_ERRORS, FakeTensor, FakeTensorMode, is_transformed, mark_as_parameter, unsaved
 from ._frames import source_line
 from ._leaves import tensors_in, with_tensors
 from ._needs import needing
@@ -144,7 +144,8 @@ class Absence:
         before, following = versions(used), iter(used)
         absent_args, absent_kwargs = with_tensors(args, following), with_tensors(dict(kwargs), following)
         try:
-            out = func(*absent_args, **absent_kwargs)
+            with unsaved():
+                out = func(*absent_args, **absent_kwargs)
         except DATA_ERRORS as error:
             raise NeedsDataError(source_line(name)) from error
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .._compat import FakeTensor, is_own_attribute
+from .._compat import FakeTensor, is_own_attribute, unsaved
 from ..exceptions import StageUsageError
 from ._absent import Absence, look_alike, versions
 from ._example import Effects, Example
@@ -185,7 +185,11 @@ class Templates:
         keeps = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with torch.set_grad_enabled(self._absence.tracks and torch.is_grad_enabled()), self._absence.mode:
+            with (
+                torch.set_grad_enabled(self._absence.tracks and torch.is_grad_enabled()),
+                self._absence.mode,
+                unsaved(),
+            ):
                 result = call(*args, **kwargs)
         finally:
             torch.set_autocast_cache_enabled(keeps)
