@@ -220,7 +220,7 @@ def non_leaf(leaf: torch.Tensor) -> torch.Tensor:
     refuse that, so a stage does not hand the leaf itself to its module. A few values are copied sooner than the operator, which
     torch offers no method for, is looked up.
     """
-    if _unsafe_view is None or (type(leaf) is torch.Tensor and leaf.numel() <= _FEW):
+    if _unsafe_view is None or (type(leaf) is torch.Tensor and leaf.numel() <= _FEW and leaf.is_contiguous()):
         return leaf.clone()
     result: torch.Tensor = _unsafe_view(leaf, leaf.shape)
     return result

@@ -35,6 +35,7 @@ from stepwell_p2p import Edge, Handle, Op, OpKind, Packing, Send, Transport, Wir
 from ..exceptions import StageUsageError
 from ._classes import with_classes
 from ._inbox import Coming, Expected, Going, Inbox, Learn
+from ._laid_out import laid_out
 from ._lent import sharing
 from ._looks import Crossing, LinkLooks, select
 
@@ -225,14 +226,18 @@ class InLink(_End):
         crossing = self.crossing(microbatch)
         if crossing.has_dtensors:
             tensors = [self._whole(t, meta) for t, meta in zip(tensors, crossing.metas, strict=True)]
-        self._values[microbatch] = tensors
+        self.put(microbatch, tensors)
 
     def drop(self, microbatch: int) -> None:
         """Wait for what :meth:`OutLink.send_nothing` sends."""
         self._coming.pop(microbatch).wait()
 
     def put(self, microbatch: int, values: Sequence[torch.Tensor]) -> None:
-        """Take the values from the other end, on the same rank."""
+        """Take the values, dense as they came."""
+        if gaps := self.crossing(microbatch).gaps:
+            values = list(values)
+            for number, strides in gaps:
+                values[number] = laid_out(values[number], strides)
         self._values[microbatch] = values
 
     def take(self, microbatch: int, *, with_grad: bool) -> Sequence[torch.Tensor]:

@@ -85,6 +85,7 @@ class Crossing:
         has_dtensors: whether a received tensor may be a shard that is to be made whole.
         is_flat: whether the received tensors, in order, are the arguments.
         lent: which values are not the taker's alone.
+        gaps: which values do not fill their memory where they are made, and their strides there.
     """
 
     structure: Structure
@@ -97,6 +98,7 @@ class Crossing:
     has_dtensors: bool
     is_flat: bool
     lent: tuple[int, ...]
+    gaps: tuple[tuple[int, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, looks: LinkLooks, group: int, *, packs: bool, lent: Sequence[int] = ()) -> Crossing:
@@ -121,6 +123,9 @@ class Crossing:
             any(isinstance(meta, DTensorMeta) for meta in (*metas, *back_metas)) or grad_looks is None,
             all(part == _TENSOR for part in parts),
             tuple({*lent, *looks.shared.get(group, ())}),
+            tuple(
+                (n, meta.stride) for n, meta in enumerate(metas) if isinstance(meta, TensorMeta) and not meta.is_dense
+            ),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
+import torch
 
 from ._values import Call, Value
 
@@ -49,3 +50,21 @@ def crossing(
             stays = stays or "what uses it in the same checkpoint is run again in backward"
         seen.add(memory[position])
         yield attrs.evolve(value, stays=stays) if stays else value
+
+
+def keep_gaps(tensor: torch.Tensor, values: list[Value], memory: Sequence[int], own: int) -> None:
+    """Let values stay where they are made that share a tensor's memory and do not fill it, for all of it is looked into.
+
+    Args:
+        tensor: the tensor.
+        values: all values; changed.
+        memory: of each value, what is the same for those in one memory.
+        own: that of the tensor.
+    """
+    if own == id(tensor):  # within a transform of torch.func: it has no memory
+        return
+    size = tensor.untyped_storage().nbytes()
+    for position, value in enumerate(values):
+        if memory[position] == own and value.nbytes < size:
+            stays = value.stays or "as_strided looks at the memory between its elements, too"
+            values[position] = attrs.evolve(value, stays=stays)

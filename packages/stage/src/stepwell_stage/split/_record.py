@@ -16,7 +16,7 @@ from torch import nn
 from .._compat import is_transformed, takes_forward_derivative
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
-from ._crossing import crossing
+from ._crossing import crossing, keep_gaps
 from ._example import Effects, Example
 from ._filling import Filling, Watched
 from ._frames import Enclosing, enclosing, source_line
@@ -214,6 +214,8 @@ class Recorder(Glue):
             self._reads += (Read(self.count, position, line) for position in parents)
         if func is torch.autograd.grad:
             self._check_gradient(args, kwargs)
+        if name == "as_strided":
+            keep_gaps(given[0], self._values, self._memory, self._memory_of(given[0]))
         before = versions(given)
         try:
             with Draws() as draws:
@@ -493,8 +495,6 @@ class Recorder(Glue):
         writer = self._writers.get(self._memory_of(tensor)) if self._writers else None
         if writer is not None and writer > seen.position:
             self._mixed.add(self._memory_of(tensor))
-            parents = (seen.position, writer)
-            return self._add(
-                tensor, (self.count, -1), Origin.ALIAS, "a tensor changed in place", parents, stays=_CHANGED
-            )
+            parents, name = (seen.position, writer), "a tensor changed in place"
+            return self._add(tensor, (self.count, -1), Origin.ALIAS, name, parents, stays=_CHANGED)
         return seen.position
