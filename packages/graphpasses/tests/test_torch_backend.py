@@ -351,6 +351,22 @@ def test_a_torch_that_merges_otherwise_is_refused_and_changes_nothing(monkeypatc
     assert not any(hasattr(p, "full_tensor") for p in c.model.parameters())
 
 
+def test_a_scheduler_that_does_not_come_to_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's does so for some graphs under hsdp, and the bare RecursionError did not say whose it was."""
+
+    def deeper(*args: Any, **options: Any) -> None:
+        deeper()
+
+    monkeypatch.setattr(compat, "torch_overlap", lambda: deeper)
+    with fake_world(2):
+        c = GraphCompiler(gpt(), support.gpt_loss, PassConfig(pass_backend="torch"))
+        with pytest.raises(
+            PassError, match=r"the scheduler of torch .* calls itself too deep .*; use the backend 'stepwell'"
+        ):
+            c.compile(**BATCH)
+    assert not c.is_compiled
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from .. import _compat as compat
 from .._collectives import collective_bytes, comm_of, is_start, starts
 from .._graph import JointGraph, positions, tensor_bytes, value_of
+from ..exceptions import GraphError
 
 aten = torch.ops.aten
 
@@ -46,18 +47,23 @@ def wishes_of_torch(
     stand_in, originals = _stand_in(joint)
     if max_bytes is None:
         max_bytes = (prefetch + 1) * max(collective_bytes(node) + tensor_bytes(value_of(node)) for node in nodes)
-    schedule(
-        fx.GraphModule(nn.Module(), stand_in),
-        custom_runtime_estimation=lambda node, _: 1e3 * costs.get(originals.get(node), 0.0),  # type: ignore[arg-type]
-        collective_estimator="analytical",  # both: ask nobody else
-        compute_estimator="analytical",
-        pre_bucketing_fsdp_collectives=False,
-        collective_bucketing=False,
-        insert_overlap_deps=False,
-        max_in_flight_gb=max_bytes / 2**30,
-        max_compute_pre_fetch=0 if prefetch == 0 else 200,
-        max_memory_increase_gb=2.0**20,  # example values differ from rank to rank, so they must not decide
-    )
+    try:
+        schedule(
+            fx.GraphModule(nn.Module(), stand_in),
+            custom_runtime_estimation=lambda node, _: 1e3 * costs.get(originals.get(node), 0.0),  # type: ignore[arg-type]
+            collective_estimator="analytical",  # both: ask nobody else
+            compute_estimator="analytical",
+            pre_bucketing_fsdp_collectives=False,
+            collective_bucketing=False,
+            insert_overlap_deps=False,
+            max_in_flight_gb=max_bytes / 2**30,
+            max_compute_pre_fetch=0 if prefetch == 0 else 200,
+            max_memory_increase_gb=2.0**20,  # example values differ from rank to rank, so they must not decide
+        )
+    except RecursionError as error:
+        raise GraphError(
+            f"the scheduler of torch {torch.__version__} calls itself too deep for this graph; use the backend 'stepwell'"
+        ) from error
     return _wishes(joint, [originals[node] for node in stand_in.nodes if node in originals])
 
 
