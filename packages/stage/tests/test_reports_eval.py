@@ -165,3 +165,16 @@ def test_a_step_still_refuses_fewer_samples_than_microbatches(threads: Threads) 
 
     for message in threads(run, 2):
         assert "a batch of 3 cannot be cut into 4 microbatches" in message
+
+
+def test_evaluation_without_a_target_where_weights_are_functions_of_it(threads: Threads) -> None:
+    """A model trained with a count of its tokens for weights could not predict: eval asked for a target to count them in."""
+
+    def main(transport: Transport) -> Any:
+        executor = support_build(transport, layers(2), one_f_one_b(2, 2), loss_weights=torch.count_nonzero)
+        inputs = batch(4)[:1] if executor.is_first else ()
+        return executor.eval(*inputs), executor.loss
+
+    (_, none), (outputs, loss) = threads(main, 2)
+    assert outputs.shape == (4, WIDTH)
+    assert none is loss is None

@@ -319,7 +319,7 @@ class Executor:
             if not self.is_first:
                 data.args, data.kwargs = [()] * len(sizes), self._cutter.keywords(batch, sizes)
                 data.targets = self._cutter.targets(batch, sizes)
-            if self.is_last:
+            if self.is_last and (around is not None or data.targets is not None):
                 data.weights = weights_of(self._loss_weights, sizes, data.targets)
         except BaseException as error:
             run.fail(f"{type(error).__name__}: {error}")
