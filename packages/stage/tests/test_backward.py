@@ -171,6 +171,15 @@ def with_hooks(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.inner[1](h)
 
 
+def with_node_hooks(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Hooks on what a node makes, the weights' gradients too: calling the node by itself calls none."""
+    h = m.inner[0](x)
+    h.grad_fn.register_hook(lambda made, _: tuple(None if grad is None else 3 * grad for grad in made))
+    h = m.inner[1](torch.tanh(h))
+    h.grad_fn.register_prehook(lambda grads: tuple(2 * grad for grad in grads))
+    return h
+
+
 def experts(m: Any, x: torch.Tensor) -> torch.Tensor:
     ends = torch.tensor([1, 4], dtype=torch.int32)
     hidden = functional.grouped_mm(m.inner[0](x).bfloat16(), m.w.bfloat16(), offs=ends)
@@ -244,6 +253,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "autocast": lambda: Lambda(under_autocast, linear(), linear()),
     "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(linear()), nn.Tanh(), linear()),
     "hooks": lambda: Lambda(with_hooks, linear(), linear()),
+    "hooks on nodes": lambda: Lambda(with_node_hooks, linear(), linear()),
     "hooks on weights": lambda: nn.Sequential(hooked_weight(), nn.ReLU(), hooked_weight()),
     "hooks on a shared weight": lambda: Lambda(lambda m, x: m.inner[0](m.inner[0](x)), hooked_weight()),
 }

@@ -7,6 +7,8 @@
   gradients that the engine itself would sum over broadcast dims. Without it :func:`run_backward` takes the engine itself.
 * ``_raw_saved_*`` of autograd's nodes and ``unpack_hook`` of what they give (seen in 2.13): whether hooks stand between a
   node and what it saved. Without it, :func:`has_saved_tensor_hooks` says yes, so that no node's backward is split.
+* ``hooks_dict_ref`` of what takes a hook off again (seen in 2.13): the other hooks of a node. Without it, :func:`has_post_hooks`
+  says yes, likewise.
 * ``reducer.prepare_for_backward`` and ``require_forward_param_sync`` of DistributedDataParallel (seen in 2.13): what
   arms its one reduction, and its broadcast of buffers. Without them a DDP stage cannot run in a pipeline.
 * ``_get_fsdp_state`` of FSDP2 modules, and of the state ``_fsdp_param_groups``, ``_is_root`` and
@@ -89,6 +91,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "has_hooks",
+    "has_post_hooks",
     "has_saved_tensor_hooks",
     "hold_back_fsdp",
     "is_ddp_replicated",
@@ -251,6 +254,14 @@ def run_backward(
         return
     wanted = () if leaves is None else tuple(leaves)
     _run_engine(tuple(roots), tuple(grads), keep_graph, False, wanted, allow_unreachable=True, accumulate_grad=True)
+
+
+def has_post_hooks(node: Node) -> bool:
+    """Whether hooks look at, or change, the gradients that a node of the autograd graph makes (``Node.register_hook``)."""
+    mine = node.register_hook(id)
+    hooks: Any = getattr(mine, "hooks_dict_ref", lambda: None)()
+    mine.remove()
+    return hooks is None or len(hooks) > 0
 
 
 def has_saved_tensor_hooks(node: Node) -> bool:

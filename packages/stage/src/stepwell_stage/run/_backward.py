@@ -22,7 +22,8 @@ the time of a stage would grow with the square of its layers.)
 *What cannot.* A node is split in that way only if it is known to compute what is asked of it and no more, whichever it is asked
 for (a list in ``_divide.py``). Everything else that stands on the path runs whole in I, once, and what it gives to weights is
 accumulated there: an ``autograd.Function``, whose backward might do anything; fused kernels that make all gradients at once; a
-node whose saved tensors have hooks, since unpacking may recompute (``checkpoint(use_reentrant=False)``) or copy them. The
+node whose saved tensors have hooks, since unpacking may recompute (``checkpoint(use_reentrant=False)``) or copy them; one whose
+results have hooks (``Node.register_hook``), which only the engine calls. The
 same holds for weights that several nodes of the path use, and for what lies between these and the path.
 
 *What must stay whole.* Some functions demand a backward that is restricted to nothing or keeps nothing

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import attrs
 from torch.autograd.graph import Node
 
-from .._compat import has_saved_tensor_hooks
+from .._compat import has_post_hooks, has_saved_tensor_hooks
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -135,11 +135,15 @@ class Divisions:
                 self._known.clear()
             known = self._known[walk.key] = _Looks(walk).watched(), {}
         watched, by_hooks = known
-        hooked = tuple([has_saved_tensor_hooks(walk.nodes[number]) for number in watched])
+        hooked = tuple([_is_hooked(walk.nodes[number]) for number in watched])
         found = by_hooks.get(hooked)
         if found is None:
             found = by_hooks[hooked] = _Looks(walk).divide({n for n, yes in zip(watched, hooked, strict=True) if yes})
         return found
+
+
+def _is_hooked(node: Node) -> bool:
+    return has_saved_tensor_hooks(node) or (node.name() in _SEPARABLE and has_post_hooks(node))
 
 
 class _Looks:
@@ -162,12 +166,12 @@ class _Looks:
                 self._below[number] = leaves if children else frozenset((number,))
 
     def watched(self) -> tuple[int, ...]:
-        """The nodes of which it matters whether hooks stand before what they saved."""
+        """The nodes of which it matters whether they have hooks."""
         sides = {node for node, _ in self._sides()}
         return tuple(n for n in range(len(self._names)) if n in self._below or n in sides)
 
     def divide(self, hooked: set[int]) -> Division:
-        """The division, where hooks stand before what these nodes saved."""
+        """The division, where these nodes have hooks: on what they make, or before what they saved."""
         whole = (name for name in self._names if "Checkpoint" in name or name.startswith("CompiledFunction"))
         sides: list[tuple[int | None, int]] = [*self._sides()]
         sides += [(None, start) for start in self._starts if start in self._below]
