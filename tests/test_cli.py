@@ -128,6 +128,13 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "F0" in text
 
 
+def test_a_plan_that_nothing_can_carry_out_has_no_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Plans with a send too many were drawn, and those with a message that is not there ended in a traceback."""
+    for added, sentence in (("1SEND_B0", "is sent twice"), ("1WAIT_B5", "there are microbatches 0 to 1")):
+        (tmp_path / "plan.csv").write_text(to_csv(lower(one_f_one_b(2, 2))).rstrip() + f",{added}\n")
+        assert sentence in as_json(capsys, "timeline", tmp_path / "plan.csv", code=1)["error"]
+
+
 def test_overlapped_pairs_are_drawn_as_they_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """They were drawn as one action, which they are only where a handler makes them one."""
     file = tmp_path / "pairs.csv"

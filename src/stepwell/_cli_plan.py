@@ -202,6 +202,7 @@ def _timeline(options: argparse.Namespace) -> Report:
             timelines += found
         else:
             plan = _read_plan(file)
+            prove(plan, Rules(tagged=True, rendezvous=False))  # what no transport can carry out is not drawn either
             costs = Costs.uniform(
                 plan.placement.num_stages, forward=options.forward, backward=options.backward, latency=options.latency
             )

@@ -83,6 +83,8 @@ def test_kept_bytes_are_all_bytes_unless_said() -> None:
         ({"edges": [(0, 1, 2.0, 3.0)]}, r"edges are EdgeCosts, got \(0, 1, 2.0, 3.0\)"),
         ({"edges": EdgeCost(0, 1, 2.0, 3.0)}, "edges are several EdgeCosts, got a EdgeCost"),
         ({"custom": {"save": 1.0}}, "costs of custom actions are CustomCosts, got 'save'"),
+        ({"latency": None}, "latency must be finite and at least 0, got None"),
+        ({"per_action": 10**400}, "per_action must be finite and at least 0, got 1000"),
         ({"custom": [CustomCost("save", "long")]}, "seconds must be finite and at least 0"),  # type: ignore[arg-type]
     ],
 )

@@ -305,6 +305,21 @@ def test_a_plan_that_cannot_end_is_refused() -> None:
         simulate(attrs.evolve(plan, actions=rows), Costs.uniform(2))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (Action(1, Kind.WAIT_B, 5), "microbatches 0 to 1"),
+        (Action(1, Kind.SEND_B, -1), "microbatches 0 to 1"),
+        (Action(7, Kind.RECV_F, 0), "holds stages"),
+    ],
+)
+def test_a_message_that_is_not_there_is_refused(wrong: Action, sentence: str) -> None:
+    """It ended in an IndexError, or another message counted in its place."""
+    plan = lower(gpipe(2, 2))
+    with pytest.raises(ScheduleError, match=sentence):
+        simulate(attrs.evolve(plan, actions=[plan.actions[0], (*plan.actions[1], wrong)]), Costs.uniform(2))
+
+
 def test_work_grows_with_actions_alone() -> None:
     """Making, lowering, proving and simulating: as many calls for each action, however many ranks or microbatches there are."""
 

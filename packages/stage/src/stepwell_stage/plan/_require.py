@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,7 +42,7 @@ def several(values: Iterable[Any], says: str, *, error: type[StageError] = Stage
 def is_cost(number: object) -> bool:
     """Whether it is a number that is finite and at least 0."""
     try:
-        return bool(0 <= number < math.inf)  # type: ignore[operator]  # that is the question; NaN is not
+        return bool(0 <= number <= sys.float_info.max)  # type: ignore[operator]  # that is the question; NaN is not
     except (TypeError, ValueError):
         return False
 

@@ -140,6 +140,9 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
     beyond = next((edge for edge in costs.edges if edge.source not in ranks or edge.destination not in ranks), None)
     if beyond is not None:
         raise ScheduleError(f"{beyond} leads from or to a rank that is not there: ranks are 0 to {len(ranks) - 1}")
+    stages, count = plan.placement.num_stages, plan.num_microbatches
+    if not all(0 <= a[0] < stages and 0 <= (a[2] or 0) < count for row in plan.actions for a in row):
+        prove(plan, Rules(tagged=True, rendezvous=False))  # says which is not there
     return _Clocks(plan.with_pairs_apart() if costs.overlap_gain is None else plan, costs).run()
 
 
