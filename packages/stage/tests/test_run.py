@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from stepwell_p2p import C10dTransport, Transport
 from stepwell_p2p.exceptions import PeerFailure
 from stepwell_stage import Executor, PipelineStage
 from stepwell_stage.exceptions import StageExecutionError
+from stepwell_stage.run import _run
 from stepwell_stage.schedules import one_f_one_b, zb_h1
 
 Threads = Callable[..., list[Any]]
@@ -120,3 +123,30 @@ def test_a_failed_step_keeps_no_activation(threads: Threads, workers: WorkerPool
     for found in (threads(failed_step, 4, name), workers.run(on_gloo, 4)):
         assert all(seen > 0 for seen, _ in found)
         assert [alive for _, alive in found] == [0] * 4
+
+
+def test_ever_other_ways_of_cutting_leave_little_behind(monkeypatch: pytest.MonkeyPatch, threads: Threads) -> None:
+    """Which microbatch is the first of its sizes was kept for every way in which sizes had come together, and never let go."""
+    monkeypatch.setattr(_run, "_MOST_FIRSTS", 8)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def run(transport: Transport) -> int:
+        executor = Executor(
+            PipelineStage(model[transport.rank], transport.rank, 2, "cpu"),
+            one_f_one_b(2, 4),
+            functional.mse_loss,
+            transport=transport,
+        )
+        for sizes in itertools.product((1, 2), repeat=4):
+            parts = torch.ones(sum(sizes), 2).split(sizes)
+            inputs = [(part,) for part in parts] if executor.is_first else None
+            executor.step(arg_mbs=inputs, target_mbs=None if executor.is_first else parts)
+        return len(executor._train._first)
+
+    assert max(threads(run, 2)) <= 8
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    for sizes in itertools.product((1, 2), repeat=4):
+        for part in torch.ones(sum(sizes), 2).split(sizes):
+            (functional.mse_loss(alone(part), part) * len(part) / sum(sizes)).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])

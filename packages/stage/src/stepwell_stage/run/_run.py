@@ -355,6 +355,8 @@ class Run:
         """Of each group the microbatch whose values, or gradients, a stage sends first."""
         key = (stage, tuple(groups), backward)
         if key not in self._first:
+            if len(self._first) >= _MOST_FIRSTS:  # microbatches of ever other sizes go together in ever other ways
+                self._first.clear()
             first: dict[int, int] = {}
             for microbatch in _order(self._plan, stage, Kind.SEND_B if backward else Kind.SEND_F):
                 if microbatch < len(groups):
@@ -395,6 +397,9 @@ class Run:
             microbatch=action.microbatch,
             action=str(action),
         )
+
+
+_MOST_FIRSTS = 4096
 
 
 def _check_orders(plan: Plan) -> None:
