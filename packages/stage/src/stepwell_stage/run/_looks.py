@@ -22,6 +22,8 @@ from stepwell_meta import (
 from stepwell_meta.exceptions import PipeliningMetadataError
 from stepwell_p2p import Packing, Wire
 
+from ._laid_out import gaps_of
+
 
 @attrs.define
 class LinkLooks:
@@ -85,7 +87,7 @@ class Crossing:
         has_dtensors: whether a received tensor may be a shard that is to be made whole.
         is_flat: whether the received tensors, in order, are the arguments.
         lent: which values are not the taker's alone.
-        gaps: which values do not fill their memory where they are made, and their strides there.
+        gaps: which values have gaps between their elements or are expanded where they are made, and strides with such gaps.
     """
 
     structure: Structure
@@ -124,7 +126,9 @@ class Crossing:
             all(part == _TENSOR for part in parts),
             tuple({*lent, *looks.shared.get(group, ())}),
             tuple(
-                (n, meta.stride) for n, meta in enumerate(metas) if isinstance(meta, TensorMeta) and not meta.is_dense
+                (n, strides)
+                for n, meta in enumerate(metas)
+                if isinstance(meta, TensorMeta) and (strides := gaps_of(meta)) is not None
             ),
         )
 
