@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stepwell_graphpasses import GraphCompiler, PassConfig, shard
 from stepwell_graphpasses._collectives import comm_of, starts
-from stepwell_graphpasses._live import _optimizers_of
+from stepwell_graphpasses._live import _optimizers_of, _own_memory
 from stepwell_graphpasses.exceptions import (
     ConfigError,
     GradientError,
@@ -428,3 +428,15 @@ def test_s40_values_that_one_rank_cannot_load_leave_every_model_as_it_was(worker
         assert all(before)
         assert not compiled
         assert difference == 0.0
+
+
+def test_gradients_of_several_dtypes_in_one_memory() -> None:
+    """Where they began was compared in elements, of each its own size: two that lie on one another kept their memory."""
+    memory = torch.arange(64, dtype=torch.uint8)
+    gradients = {"double": memory[40:56].view(torch.float64), "single": memory[32:48].view(torch.float32)}
+    own = _own_memory({**gradients, "beside": memory[56:].view(torch.int16), "none": torch.zeros(0)})
+    assert all(torch.equal(own[name].view(torch.uint8), gradients[name].view(torch.uint8)) for name in gradients)
+    before = own["double"].clone()
+    own["single"].zero_()
+    assert torch.equal(own["double"], before)
+    assert own["beside"].data_ptr() == memory[56:].data_ptr()

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies
 from stage_support import Calls, Threads, assert_like, build, grads_of, numbers, step
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import functional
 
 from stepwell_meta.testing import WorkerPool
 from stepwell_p2p import C10dTransport, Transport, Wire
 from stepwell_stage import Executor, PipelineStage, split_sequential
 from stepwell_stage.exceptions import StageUsageError
-from stepwell_stage.run._lent import lent_by_wires, sharing
+from stepwell_stage.run._lent import lent_by_wires
 from stepwell_stage.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 M, ROWS, WIDTH = 3, 6, 4
@@ -280,44 +278,6 @@ def test_stages_that_declare_their_values_warn(threads: Threads) -> None:
     with pytest.warns(UserWarning, match=r"outputs of stage 0 share memory \(\[0, 1\] of what stage 1 takes\)") as said:
         threads(declared, 2)
     assert len(said) == 1
-
-
-def test_sharing() -> None:
-    x = torch.arange(24.0).reshape(4, 6)
-    assert sharing([x, x]) == {0, 1}
-    assert sharing([x, x.clone(), x[1]]) == {0, 2}
-    assert sharing([x[:, :3], x[:, 3:]]) == set()
-    assert sharing([x[::2], x[1::2], x[2:]]) == {0, 1, 2}
-    assert sharing([x[0].expand(5, 6), x[0]]) == {0, 1}
-    assert sharing([x[0].expand(5, 6), x[1]]) == set()
-    assert sharing([x[:0], x[:0], x]) == set()
-    assert sharing([AsyncCollectiveTensor(x), x]) == set()
-    assert sharing([nn.Parameter(x), x.requires_grad_()]) == {0, 1}
-    x = x.detach()
-    assert sharing([torch.view_as_real(z := torch.zeros(3, dtype=torch.complex64)), z]) == {0, 1}
-    assert sharing([x.unfold(0, 2, 1), x.new_zeros(4, 6)]) == set()  # has elements twice, but all of them are its own
-    assert sharing([x] * 256) == set(range(256))
-    memory = torch.zeros(64, dtype=torch.uint8)
-    single, double = memory[:32].view(torch.float32), memory[32:].view(torch.float64)
-    assert sharing([single, double]) == set()
-    assert sharing([double, memory[31:33], single]) == {0, 1, 2}
-
-
-@given(data=strategies.data())
-def test_sharing_finds_each_byte_that_two_tensors_have_in_common(data: strategies.DataObject) -> None:
-    memory = torch.arange(96, dtype=torch.uint8)
-    tensors, places = [], []
-    for _ in range(data.draw(strategies.integers(2, 4))):
-        dtype = data.draw(strategies.sampled_from([torch.uint8, torch.int16, torch.float32]))
-        room = memory.view(dtype)
-        shape = data.draw(strategies.lists(strategies.integers(1, 3), min_size=0, max_size=2))
-        strides = data.draw(strategies.lists(strategies.integers(0, 3), min_size=len(shape), max_size=len(shape)))
-        offset = data.draw(strategies.integers(0, room.numel() - 13))
-        tensors.append(room.as_strided(shape, strides, offset))
-        elements = torch.arange(room.numel()).as_strided(shape, strides, offset).flatten().tolist()
-        places.append({dtype.itemsize * element + at for element in elements for at in range(dtype.itemsize)})
-    shared = {i for i, mine in enumerate(places) if any(i != j and mine & other for j, other in enumerate(places))}
-    assert sharing(tensors) == shared
 
 
 def test_lent_by_wires() -> None:

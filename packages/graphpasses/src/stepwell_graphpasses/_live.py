@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stepwell_mesh import DataParallelTopology
+from stepwell_meta import overlaps
 
 from . import _compat as compat
 from ._graph import Buffer
@@ -330,45 +331,16 @@ def _refuse_sharded(table: ParameterTable, topology: DataParallelTopology | None
 
 def _refuse_overlaps(model: nn.Module, table: ParameterTable) -> None:
     """Shards lie apart: what was written through one name would no longer be read through the other."""
-    found: list[tuple[int, int, str, torch.Tensor, bool]] = []
-    buffers = [
-        (names[0], buffer) for buffer, names in names_by_tensor(list(model.named_buffers(remove_duplicate=False)))
-    ]
-    for name, tensor in (*((p.name, model.get_parameter(p.name)) for p in table), *buffers):
-        local = compat.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-        if local.numel() and not local.is_meta and local.layout is torch.strided:
-            end = local.data_ptr() + _span(local) * local.element_size()
-            found.append((local.data_ptr(), end, name, local, tensor.requires_grad))
-    near: list[tuple[int, int, str, torch.Tensor, bool]] = []
-    for one in sorted(found, key=lambda item: item[:3]):
-        near = [other for other in near if one[0] < other[1]]
-        for other in near:
-            if (one[4] or other[4]) and _share_elements(other[3], one[3]):
-                raise ModelStateError(
-                    f"{other[2]} and {one[2]} are two tensors in the same memory: as shards they would lie apart, and no longer"
-                    " change together; use one and the same Parameter under both names, or give each its own memory (clone())"
-                )
-        near.append(one)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _share_elements(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors meet, of which the second starts within the first: columns of one matrix lie side by side."""
-    offset, rest = divmod(right.data_ptr() - left.data_ptr(), left.element_size())
-    if rest or left.element_size() != right.element_size():
-        return True
-    taken = torch.zeros(max(_span(left), offset + _span(right)), dtype=torch.bool)
-
-    def places(tensor: torch.Tensor, start: int) -> torch.Tensor:
-        shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        return taken.as_strided(shape, tensor.stride(), start)
-
-    places(left, 0).fill_(True)
-    return bool(places(right, offset).any())
+    parameters = [(parameter.name, model.get_parameter(parameter.name)) for parameter in table]
+    buffers = names_by_tensor(list(model.named_buffers(remove_duplicate=False)))
+    everything = [*parameters, *((names[0], buffer) for buffer, names in buffers)]
+    for number, other in overlaps(tensor for _, tensor in everything).items():
+        (first, one), (second, two) = everything[number], everything[other]
+        if one.requires_grad or two.requires_grad:
+            raise ModelStateError(
+                f"{first} and {second} are two tensors in the same memory: as shards they would lie apart, and no longer"
+                " change together; use one and the same Parameter under both names, or give each its own memory (clone())"
+            )
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -386,15 +358,13 @@ def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _own_memory(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same gradients, none of which overlaps another; parts of one bucket lie beside each other and stay where they are."""
-    dense = {name: gradient.contiguous() for name, gradient in gradients.items()}
-    taken: dict[int, int] = {}  # by storage, up to which element it is taken by those before
-    own = dict(dense)
-    for name, gradient in sorted(dense.items(), key=lambda item: item[1].storage_offset()):
-        storage, start = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
-        if gradient.numel() and start < taken.get(storage, 0):
+    own = {name: gradient.contiguous() for name, gradient in gradients.items()}
+    taken = 0  # up to which address memory is taken by those before
+    for name, gradient in sorted(own.items(), key=lambda item: item[1].data_ptr()):
+        if gradient.data_ptr() < taken:
             own[name] = gradient.clone()
-        elif gradient.numel():
-            taken[storage] = start + gradient.numel()
+        else:
+            taken = gradient.data_ptr() + gradient.nbytes
     return own
 
 

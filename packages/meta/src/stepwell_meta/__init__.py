@@ -8,6 +8,7 @@ from ._dtensor import DTensorMeta, mesh_key
 from ._extract import derive_grad_metas, extract_meta, extract_metas, to_local_if_dtensor
 from ._inference import InferenceMode, needs_dynamic
 from ._mesh_key import MeshKey
+from ._overlaps import overlaps
 from ._stage import AnyMeta, BackwardMeta, ForwardMeta, StageMeta
 from ._tensor import TensorMeta
 from ._tree import Outputs, Structure, normalize_outputs
@@ -50,6 +51,7 @@ __all__ = [
     "mesh_key",
     "needs_dynamic",
     "normalize_outputs",
+    "overlaps",
     "to_local_if_dtensor",
     "validate",
     "validate_static_arg_grad_correspondence",

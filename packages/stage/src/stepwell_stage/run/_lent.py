@@ -6,12 +6,10 @@ with what it was. So a stage that writes to one is refused.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
 
-from stepwell_meta import to_local_if_dtensor
 from stepwell_p2p import Wire
 
 
@@ -40,26 +38,6 @@ def _is_as(value: torch.Tensor, before: int | torch.Tensor) -> bool:
     if isinstance(before, int):
         return value._version == before
     return bool(((value == before) | ((value != value) & (before != before))).all())  # NaN is no number, but the same
-
-
-def sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The numbers of tensors that have memory in common with others of them."""
-    spans = []
-    for number, tensor in enumerate(tensors):
-        local = tensor if type(tensor) is torch.Tensor else to_local_if_dtensor(tensor).detach()
-        # Others, such as shards that are still on their way, have no memory to ask for.
-        if type(local) is torch.Tensor and local.numel():
-            spans.append((local.data_ptr(), number, local))
-    spans.sort(key=_START)
-    found: set[int] = set()
-    for at, (_, number, local) in enumerate(spans):
-        end = _end(local)
-        for start, other, candidate in spans[at + 1 :]:
-            if start >= end:
-                break
-            if not {number, other} <= found and _overlap(local, candidate):
-                found |= {number, other}
-    return found
 
 
 def lent_by_wires(wires: Sequence[Wire] | None, every: Sequence[Wire] | None) -> tuple[int, ...]:
@@ -92,29 +70,3 @@ def taken_from(destination: int, source: int, every: Sequence[Wire] | None) -> t
     if every is None:
         return None
     return tuple(sorted({wire.output for wire in every if wire.source == source and wire.destination >= destination}))
-
-
-_START = operator.itemgetter(0)
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """The address behind a tensor's last element."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (steps + 1) * tensor.itemsize
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, the first of which does not begin behind the other, have a byte in common."""
-    start = one.data_ptr()
-    if start == other.data_ptr():
-        return True
-    taken = torch.zeros(max(_end(one), _end(other)) - start, dtype=torch.bool)
-    _bytes_in(taken, one, 0).fill_(True)
-    return bool(_bytes_in(taken, other, other.data_ptr() - start).any())
-
-
-def _bytes_in(taken: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """Of a row of bytes those that a tensor takes, which begins at the offset."""
-    size = tensor.itemsize
-    shape = [count if stride else 1 for count, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return taken.as_strided((*shape, size), (*(size * stride for stride in tensor.stride()), 1), offset)

@@ -27,6 +27,7 @@ from stepwell_meta import (
     decode,
     encode,
     extract_metas,
+    overlaps,
     to_local_if_dtensor,
 )
 from stepwell_meta.exceptions import PipeliningMetadataError
@@ -36,7 +37,6 @@ from ..exceptions import StageUsageError
 from ._classes import with_classes
 from ._inbox import Coming, Expected, Going, Inbox, Learn
 from ._laid_out import laid_out
-from ._lent import sharing
 from ._looks import Crossing, LinkLooks, select
 
 
@@ -366,9 +366,9 @@ class OutLink(_End):
     def _sharing(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which of the values share memory with others that the other stage, or a later one, takes."""
         if self.place.later is None:
-            return tuple(sorted(sharing(leaves)))
+            return tuple(sorted(overlaps(leaves)))
         later = [number for number in self.place.later if number < len(leaves)]  # of others a wire is refused elsewhere
-        shared = {later[at] for at in sharing([leaves[number] for number in later])}
+        shared = {later[at] for at in overlaps([leaves[number] for number in later])}
         return tuple(at for at, number in enumerate(self.numbers(len(leaves))) if number in shared)
 
     def _look_at(self, microbatch: int, shared: tuple[int, ...], outputs: ForwardMeta) -> None:
