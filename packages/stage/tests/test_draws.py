@@ -141,15 +141,17 @@ def test_dropout_beside_a_checkpoint_runs_and_a_generator_of_ones_own_is_not_the
 def test_what_only_a_later_step_or_microbatch_draws_is_seen(threads: Threads) -> None:
     """Dropout starts when a module is put in training mode, and a model may drop a layer in one microbatch and not in others."""
 
-    def later(transport: Transport) -> None:
-        block = Block(nn.Dropout(0.5), KINDS["as a graph"])
+    def later(transport: Transport, *, only_in_training: bool) -> None:
+        block = Block(nn.Dropout(0.5), lambda f, x: ways[block.training](f, x))
+        ways = [(lambda f, x: f(x)) if only_in_training else KINDS["as a graph"], KINDS["as a graph"]]
         executor = build(transport, seeded(nn.Linear(WIDTH, WIDTH), block.eval()), gpipe(2, M))
         step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH))
         block.train()
         step(executor, numbers(ROWS, WIDTH), numbers(ROWS, WIDTH))
 
-    with pytest.raises(StageUsageError, match=REFUSED):
-        threads(later, 2)
+    for only in (False, True):
+        with pytest.raises(StageUsageError, match=REFUSED):
+            threads(functools.partial(later, only_in_training=only), 2)
 
     def only_long(transport: Transport) -> None:
         block = Block(

@@ -7,7 +7,7 @@ the first of a step, and those behind it as long as they draw any. Where no chec
 whose batch is cut in a new way, or whose module was put into another mode, as in the very first; so is the first where nothing
 was drawn either. Ranks that are processes need none of it.
 
-A checkpoint whose stage has nothing to train, and was given nothing that requires grad, never runs again, and may draw.
+Where nothing that a stage returns requires grad, no checkpoint runs again, and may draw.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from stepwell_p2p import LoopbackTransport, Transport
 
-from .._compat import TorchDispatchMode, is_in_checkpoint, tree_flatten
+from .._compat import TorchDispatchMode, is_in_checkpoint
 from ..exceptions import StageUsageError
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._has_checkpoints = False
         self._has_draws = False
         self._goes_on = False
-        self._has_grads = False  # of one forward, as the next
-        self._drawn = ""
+        self._drawn = ""  # in a checkpoint, by the last forward
         self._mode: bool | None = None
 
     def begin(self, *, training: bool | None, is_new: bool) -> None:
@@ -65,14 +63,24 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.looks = self._goes_on or self._has_draws
         self._mode = training
 
-    def around(self, forward: Callable[[int], Any]) -> Callable[[int], Any]:
-        """A forward that is looked at where it has to be."""
+    def around(
+        self, forward: Callable[[int], Any], roots: Mapping[int, Mapping[int, torch.Tensor]]
+    ) -> Callable[[int], Any]:
+        """A forward that is looked at where it has to be.
+
+        Args:
+            forward: of a microbatch.
+            roots: what each microbatch's backward starts from, once it has run forward.
+        """
 
         def look(microbatch: int) -> Any:
             if not self.looks:
                 return forward(microbatch)
             with self:
-                return forward(microbatch)
+                value = forward(microbatch)
+            if self._drawn and any(root.requires_grad for root in roots[microbatch].values()):
+                self._refuse()
+            return value
 
         return look
 
@@ -82,7 +90,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __enter__(self) -> Draws:
-        self.looks = self._has_grads = False
+        self.looks = False
         self._drawn = ""
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -94,32 +102,19 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws = _draws(func, args, kwargs or {})
         self._has_draws = self._has_draws or draws
         self.looks = self.looks or (draws and self._goes_on)
-        self._has_grads = self._has_grads or _require_grad(args, kwargs)
         if (draws or not self._has_checkpoints) and (str(func) == _SAVES or is_in_checkpoint()):
             self._has_checkpoints = True
             if draws:
                 self._drawn = str(func)
-                self._has_grads = self._has_grads or not self._is_frozen()
-        if self._drawn and self._has_grads:
-            number, loss = self._stage.stage_index, " or its loss" if self._stage.is_last else ""
-            raise StageUsageError(
-                f"stage {number}{loss} draws random numbers (torch.ops.{self._drawn}) within a checkpoint, which sets torch's"
-                " generator back to draw them again in backward. Ranks that are threads of one process share that generator, so"
-                " others would be drawn, and gradients wrong: run each rank in a process of its own, with torchrun"
-            )
         return func(*args, **(kwargs or {}))
 
-    def _is_frozen(self) -> bool:
-        module = self._stage.submodule
-        return (
-            not self._stage.is_last  # its loss may have parameters too
-            and isinstance(module, nn.Module)
-            and not any(parameter.requires_grad for parameter in module.parameters())
+    def _refuse(self) -> None:
+        number, loss = self._stage.stage_index, " or its loss" if self._stage.is_last else ""
+        raise StageUsageError(
+            f"stage {number}{loss} draws random numbers (torch.ops.{self._drawn}) within a checkpoint, which sets torch's"
+            " generator back to draw them again in backward. Ranks that are threads of one process share that generator, so"
+            " others would be drawn, and gradients wrong: run each rank in a process of its own, with torchrun"
         )
-
-
-def _require_grad(*given: Any) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_flatten(given)[0])
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -124,13 +124,13 @@ class StageRun:
         self._loss_fn = loss_fn
         self._draws = draws
         self._lent: Lent | None = None
-        if draws is not None:
-            self.forward = draws.around(self.forward)  # type: ignore[assignment, method-assign]
         self._groups: Sequence[int] = ()
         self._outputs: dict[int, ForwardMeta] = {}
         self._weights: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
         # Of microbatches under way: what backward starts from, by number of the output; of the last stage the loss alone.
         self._roots: dict[int, dict[int, torch.Tensor]] = {}
+        if draws is not None:
+            self.forward = draws.around(self.forward, self._roots)  # type: ignore[assignment, method-assign]
 
     def know(self, known: Known) -> None:
         """Take what is known of the step to come."""
