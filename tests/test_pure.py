@@ -21,6 +21,7 @@ PURE = {
     "stepwell_mesh": ["exceptions.py", "_layout.py", "_topology.py"],
     "stepwell_p2p": [
         "exceptions.py",
+        "_require.py",
         "_placement.py",
         "_op.py",
         "_channels.py",

@@ -13,6 +13,8 @@ from stepwell_stage import (
     Costs,
     Plan,
     Schedule,
+    Timeline,
+    from_perfetto,
     lower,
     prove,
     simulate,
@@ -21,7 +23,7 @@ from stepwell_stage import (
     to_svg,
 )
 from stepwell_stage.exceptions import ScheduleError, StageError, StageUsageError
-from stepwell_stage.schedules import forward_only, gpipe, to_csv, zero_bubble
+from stepwell_stage.schedules import forward_only, from_csv, gpipe, to_csv, zero_bubble
 
 SCHEDULE = gpipe(2, 2)
 PLAN = lower(SCHEDULE)
@@ -101,6 +103,24 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "to_csv() takes a schedule or a plan, got a Simulation",
     ),
     "a number for an action": (lambda: Action.parse(0), "an action is parsed from text, got 0"),
+    "an overlap of texts": (lambda: Action.overlap("0F0", "1B0"), "an overlapped pair is of two actions, got '0F0'"),
+    "a stage of a custom action": (
+        lambda: Action.custom("0", "offload"),
+        "the stage of a custom action must be a whole number, got '0', a str",
+    ),
+    "no rows": (lambda: Schedule("mine", PLACEMENT, 1, None), "actions are a row for each rank, got None"),
+    "no row": (lambda: Schedule("mine", PLACEMENT, 1, [None, []]), "the actions of a rank are several, got None"),
+    "a plan of a plan": (lambda: Plan(PLAN, [], []), "a plan is of a schedule, got a Plan"),
+    "a plan of one row": (lambda: Plan(SCHEDULE, [(0, 1)], [[]]), "a plan for 2 ranks has actions for 1"),
+    "a plan of texts": (
+        lambda: Plan(SCHEDULE, [(0, 1)], [["0F0"], []]),
+        "a plan holds actions, got '0F0'; Action.parse() takes a text",
+    ),
+    "peers of a text": (lambda: PLAN.peers("0SEND_F0"), "peers() takes an action, got '0SEND_F0'"),
+    "a rank that is not there": (lambda: SIMULATION.bubble_of(2), "the ranks are 0 to 1, got 2"),
+    "the last rank, as of a list": (lambda: SIMULATION.bubble_of(-1), "the ranks are 0 to 1, got -1"),
+    "a file that is a number": (lambda: from_csv(3), "a file is named by a text or a path, got 3"),
+    "a file to write that is a number": (lambda: to_csv(PLAN, 3), "a file is named by a text or a path, got 3"),
     "a number for a name": (lambda: Action.custom(0, 1), "the name of a custom action is a letter followed by"),
 }
 
@@ -111,6 +131,36 @@ def test_they_are_refused_with_a_sentence(wrong: Callable[[], object], sentence:
     with pytest.raises(ScheduleError) as raised:
         wrong()
     assert sentence in str(raised.value)
+
+
+OF_TIMELINES: dict[str, tuple[Callable[[], object], str]] = {
+    "no events": (lambda: Timeline(3), "a timeline is of several events, got 3"),
+    "a text of events": (lambda: Timeline("0F0"), "a timeline is of several events, got '0F0'"),
+    "actions": (lambda: Timeline([(0, 1)]), "a timeline is of events, got (0, 1)"),
+    "one timeline": (lambda: Timeline.merge(Timeline([])), "Timeline.merge() takes several timelines, got a Timeline"),
+    "simulations": (lambda: Timeline.merge([SIMULATION]), "Timeline.merge() takes timelines, got a Simulation"),
+    "a width in words": (lambda: SIMULATION.timeline.to_text("wide"), "width must be a whole number, got 'wide'"),
+    "half a column": (lambda: SIMULATION.timeline.to_text(80.5), "width must be a whole number, got 80.5"),
+    "a rank in words": (lambda: SIMULATION.timeline.of_rank("0"), "rank must be a whole number, got '0'"),
+    "no rank": (lambda: SIMULATION.timeline.bubble_of(None), "rank must be a whole number, got None"),
+    "no trace": (lambda: from_perfetto(3), "a file is named by a text or a path, got 3"),
+    "a picture in a number": (
+        lambda: to_svg(SIMULATION.timeline, path=3),
+        "a file is named by a text or a path, got 3",
+    ),
+    "no latency": (
+        lambda: Costs((1,), (1,), latency=None),
+        "latency must be finite and at least 0, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), OF_TIMELINES.values(), ids=OF_TIMELINES)
+def test_timelines_and_files_of_other_kinds(wrong: Callable[[], object], sentence: str) -> None:
+    """They ended in errors of Python's own; costs without a latency only in the simulation."""
+    with pytest.raises(StageUsageError) as raised:
+        wrong()
+    assert str(raised.value).startswith(sentence)
 
 
 DRAWN: dict[str, Callable[..., object]] = {

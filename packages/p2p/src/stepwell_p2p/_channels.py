@@ -9,6 +9,7 @@ import attrs
 
 from ._op import Op
 from ._placement import Edge, Placement, Wire
+from ._require import require, several
 from .exceptions import P2PUsageError
 
 
@@ -96,8 +97,10 @@ def edges_of(placement: Placement, wires: Sequence[Wire], *, backward: bool = Tr
     Raises:
         P2PUsageError: a wire names a stage that the placement does not have.
     """
+    require(placement, Placement, "edges are of a placement", "Placement.loop(stages, ranks) is the usual one")
     edges = set()
-    for wire in wires:
+    for wire in several(wires, "wires are several, for example chain_wires(num_stages)"):
+        require(wire, Wire, "edges are of wires", "chain_wires(num_stages) are the usual ones")
         if wire.destination >= placement.num_stages:
             raise P2PUsageError(
                 f"{wire} leads to stage {wire.destination}, but the placement has stages 0 to {placement.num_stages - 1}"

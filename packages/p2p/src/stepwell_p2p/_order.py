@@ -9,8 +9,10 @@ import attrs
 from ._channels import ChannelMap, ChannelPolicy
 from ._cycle import explain
 from ._ends import Ends
+from ._op import Op
+from ._require import require, several, whole
 from ._run import Run
-from ._step import Step
+from ._step import Post, Step, Wait
 from ._transport import Rules
 from .exceptions import DeadlockError
 
@@ -55,8 +57,13 @@ def prove_order(
         P2PUsageError: a sequence is malformed: an op of another rank, or of a rank that has no sequence, a wait for what was
             not posted, or something that is no step.
     """
+    require(rules, Rules, "prove_order() takes the rules of a transport", "transport.rules are its")
     policy = channels.policy if isinstance(channels, ChannelMap) else ChannelPolicy.of(channels)
-    ends = Ends(sequences, policy, tagged=rules.tagged)
+    try:
+        ends = Ends(sequences, policy, tagged=rules.tagged)
+    except (AttributeError, TypeError):  # looked for only now, so that right ones pay nothing
+        _check_kinds(sequences)
+        raise
     problem = _find_problem(ends, rules)
     if problem is None:
         return OrderProof(len(sequences), len(ends.ops) // 2, policy, rules)
@@ -69,6 +76,15 @@ def prove_order(
     raise DeadlockError(
         f"{problem}{advice}", kind=problem.kind, cycle=problem.cycle, safe_policy=safe.value if safe else None
     )
+
+
+def _check_kinds(sequences: Sequence[Sequence[Step]]) -> None:
+    for rank, steps in enumerate(several(sequences, "sequences are several, one for each rank")):
+        for step in several(steps, f"the sequence of rank {rank} is of several steps"):
+            for op in step.ops if isinstance(step, Post) else ():
+                require(op, Op, f"rank {rank} posts Ops")
+            if isinstance(step, Wait):
+                whole(step.post, f"the post that rank {rank} waits for")
 
 
 def _safe_policy(sequences: Sequence[Sequence[Step]], policy: ChannelPolicy, rules: Rules) -> ChannelPolicy | None:

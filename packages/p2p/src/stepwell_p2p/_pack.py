@@ -7,6 +7,8 @@ decide alike, from sizes only, which values travel together and where in the mes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
+from typing import Any
 
 import attrs
 import torch
@@ -15,6 +17,7 @@ from stepwell_meta import TensorMeta
 
 from ._layout import bytes_of, place, row_major
 from ._op import Op
+from ._require import require, several, whole
 from ._transport import Handle, Recv, Send
 from .exceptions import P2PUsageError
 
@@ -73,6 +76,8 @@ def plan_packs(metas: Sequence[TensorMeta | None], *, small: int = SMALL) -> tup
         metas: the values, in order; None where nothing crosses.
         small: up to how many bytes a value counts as small.
     """
+    small = whole(small, "small")
+    metas = _told(metas, (TensorMeta, NoneType))
     chosen = [(index, meta) for index, meta in enumerate(metas) if meta is not None and meta.nbytes <= small]
     if len(chosen) < 2:
         return ()
@@ -106,6 +111,7 @@ class Packing:
     """
 
     def __init__(self, metas: Sequence[TensorMeta], *, small: int = SMALL) -> None:
+        metas = _told(metas, TensorMeta)
         self._count = len(metas)
         self._pack = next(iter(plan_packs(metas, small=small)), None)
         self.is_trivial = self._pack is None
@@ -166,3 +172,11 @@ class _Unpacking:
                     found[index] = message
             self._result = tuple(found[index] for index in range(len(found)))
         return self._result
+
+
+def _told(metas: Sequence[Any], kind: type | tuple[type, ...]) -> tuple[Any, ...]:
+    """What values look like, where that is told as it should be."""
+    found = several(metas, "what is packed is told as several TensorMetas")
+    for meta in found:
+        require(meta, kind, "what is packed is told as TensorMetas", "TensorMeta.from_tensor(…) makes one")
+    return found

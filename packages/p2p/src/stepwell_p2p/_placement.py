@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
+from ._require import several, whole
 from .exceptions import P2PUsageError
 
 
 def _to_ints(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+    found = several(values, "a placement is of several ranks, that of each stage")
+    return tuple(whole(rank, "the rank of a stage") for rank in found)
 
 
 @attrs.frozen
@@ -46,7 +48,7 @@ class Placement:
             num_stages: number of stages, at least ``num_ranks``.
             num_ranks: number of ranks.
         """
-        _check_counts(num_stages, num_ranks)
+        num_stages, num_ranks = _counts(num_stages, num_ranks)
         return cls(tuple(stage % num_ranks for stage in range(num_stages)))
 
     @classmethod
@@ -57,7 +59,7 @@ class Placement:
             num_stages: number of stages, a multiple of ``num_ranks``.
             num_ranks: number of ranks.
         """
-        _check_counts(num_stages, num_ranks)
+        num_stages, num_ranks = _counts(num_stages, num_ranks)
         if num_stages % num_ranks:
             raise P2PUsageError(
                 f"a V placement needs a multiple of {num_ranks} (the number of ranks) stages, got {num_stages}"
@@ -69,7 +71,7 @@ class Placement:
     @classmethod
     def custom(cls, ranks: Iterable[int]) -> Placement:
         """Any map, given as the rank of each stage in stage order."""
-        return cls(tuple(ranks))
+        return cls(ranks)
 
     @property
     def num_stages(self) -> int:
@@ -103,6 +105,8 @@ class Wire:
     input: int
 
     def __attrs_post_init__(self) -> None:
+        for name in ("source", "output", "destination", "input"):
+            whole(getattr(self, name), f"the {name} of a wire")
         if self.source < 0 or self.output < 0 or self.input < 0:
             raise P2PUsageError(f"stage, output and input numbers of a wire start at 0, got {self}")
         if self.destination <= self.source:
@@ -134,16 +138,22 @@ def chain_wires(num_stages: int, num_values: int | Sequence[int] = 1) -> tuple[W
         num_stages: number of stages.
         num_values: how many values cross each boundary, one number for all or one per boundary.
     """
-    counts = [num_values] * (num_stages - 1) if isinstance(num_values, int) else list(num_values)
+    num_stages = whole(num_stages, "num_stages")
+    if isinstance(num_values, Iterable):
+        counts = [whole(count, "a number of values") for count in num_values]
+    else:
+        counts = [whole(num_values, "num_values")] * (num_stages - 1)
     if len(counts) != num_stages - 1:
         raise P2PUsageError(f"{num_stages} stages have {num_stages - 1} boundaries, got {len(counts)} counts")
     return tuple(Wire(stage, value, stage + 1, value) for stage, count in enumerate(counts) for value in range(count))
 
 
-def _check_counts(num_stages: int, num_ranks: int) -> None:
+def _counts(num_stages: int, num_ranks: int) -> tuple[int, int]:
+    num_stages, num_ranks = whole(num_stages, "num_stages"), whole(num_ranks, "num_ranks")
     if num_ranks < 1:
         raise P2PUsageError(f"a pipeline needs at least 1 rank, got {num_ranks}")
     if num_stages < num_ranks:
         raise P2PUsageError(
             f"{num_ranks} ranks need at least {num_ranks} stages, got {num_stages}; use fewer ranks or cut the model finer"
         )
+    return num_stages, num_ranks

@@ -7,10 +7,14 @@ from collections.abc import Iterable
 import attrs
 
 from ._op import Op
+from .exceptions import P2PUsageError
 
 
 def _to_ops(ops: Iterable[Op]) -> tuple[Op, ...]:
-    return tuple(ops)
+    try:
+        return tuple(ops)
+    except TypeError as error:
+        raise P2PUsageError(f"a Post has several Ops, got {ops!r}: write Post([…])") from error
 
 
 @attrs.frozen

@@ -24,6 +24,7 @@ from stepwell_meta import MetadataError, TensorMeta, decode, encode
 
 from ._op import Op
 from ._pack import Packing
+from ._require import require, several, whole
 from ._transport import Handle, Recv, Send, Transport
 from .exceptions import P2PUsageError, TransportError
 
@@ -58,6 +59,9 @@ def send_values(
         P2PUsageError: more bytes than ``most_bytes``, or a tensor that cannot be sent.
         stepwell_meta.MetadataError: a tensor that has no meta (sparse, nested, an unknown subclass).
     """
+    require(payload, (bytes, bytearray, memoryview), "the payload of values is bytes")
+    most_bytes = whole(most_bytes, "most_bytes")
+    tensors = several(tensors, "tensors are several")
     metas = tuple(attrs.evolve(TensorMeta.from_tensor(tensor).as_dense(), requires_grad=False) for tensor in tensors)
     table = encode(metas)
     total = len(table) + len(payload) + sum(meta.nbytes for meta in metas)
@@ -105,7 +109,7 @@ class ExpectedValues:
     def __init__(self, transport: Transport, op: Op, most_bytes: int) -> None:
         self._transport = transport
         self._op = op
-        self._most_bytes = most_bytes
+        self._most_bytes = whole(most_bytes, "most_bytes")
         self._header = self._post_header() if transport.rules.tagged else None
         self._result: tuple[bytes, tuple[torch.Tensor, ...]] | None = None
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import NoneType
 from typing import Any
 
 import attrs
@@ -28,6 +29,7 @@ from .._op import MEETING, Op
 from .._own import OwnMessages, OwnReceive
 from .._pack import SMALL
 from .._placement import Placement, Wire, chain_wires
+from .._require import require
 from .._tags import check_of, tag_of
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError
@@ -84,6 +86,8 @@ class C10dTransport:
         stall_after: float = 30.0,
     ) -> None:
         self.policy = ChannelPolicy.of(channels)
+        require(timeout, (int, float, NoneType), "timeout is a number of seconds, or None for the group's own")
+        require(stall_after, (int, float), "stall_after is a number of seconds")
         if timeout is not None and not _SHORTEST <= timeout <= threading.TIMEOUT_MAX:
             raise P2PUsageError(
                 f"a wait may take {_SHORTEST} s or more, got timeout={timeout}; None stands for the group's own timeout"

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
+from types import NoneType
 
 import attrs
 import torch
@@ -28,6 +29,7 @@ from .._failure import Failure
 from .._kinds import check_kinds
 from .._layout import check_buffer, place, row_major, row_major_copy
 from .._op import Op
+from .._require import require
 from .._transport import Recv, Rules, Send
 from ..exceptions import P2PUsageError, TransportError
 
@@ -70,6 +72,8 @@ class LoopbackFabric:
             raise P2PUsageError(
                 f"a wait may take more than 0 s and at most {threading.TIMEOUT_MAX:.0f} s, got timeout={timeout!r}"
             )
+        require(rules, (Rules, NoneType), "the rules of a fabric are Rules, or None for the usual ones")
+        require(stall_after, (int, float), "stall_after is a number of seconds")
         self.size = size
         self.rules = rules or Rules(tagged=True, rendezvous=False)
         self.channels = ChannelPolicy.of(channels)

@@ -13,6 +13,7 @@ import re
 from typing import NamedTuple
 
 from ..exceptions import ScheduleError
+from ._count import whole
 from ._require import require
 
 
@@ -100,6 +101,8 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: the two are no forward and backward, or the backward needs that very forward.
         """
+        for action in (forward, backward):
+            require(action, Action, "an overlapped pair is of two actions")
         if forward.kind is not Kind.F or not backward.kind.is_backward:
             raise ScheduleError(f"an overlapped pair is an F and a B or I, got {forward} and {backward}")
         if (forward.stage, forward.microbatch) == (backward.stage, backward.microbatch):
@@ -113,12 +116,14 @@ class Action(NamedTuple):
         What it does is said by a handler, see :class:`Executor`.
 
         Raises:
-            ScheduleError: the name is no letter followed by letters, digits, ``_`` and ``-``.
+            ScheduleError: the name is no letter followed by letters, digits, ``_`` and ``-``, or a number is none.
         """
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             raise ScheduleError(
                 f"the name of a custom action is a letter followed by letters, digits, '_' and '-', got {name!r}"
             )
+        stage = whole(stage, "the stage of a custom action")
+        microbatch = None if microbatch is None else whole(microbatch, "its microbatch")
         return cls(stage, Kind.CUSTOM, microbatch, name=name)
 
     @classmethod

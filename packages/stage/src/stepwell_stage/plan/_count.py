@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+from stepwell_p2p import _require
 
 from ..exceptions import ScheduleError, StageError
 
@@ -15,22 +16,12 @@ _R = TypeVar("_R")
 
 
 def whole(value: object, name: str, error: type[StageError] = ScheduleError) -> int:
-    """What stands for a whole number, such as one of numpy, as an int.
-
-    Args:
-        value: what was given.
-        name: under which name.
-        error: what to raise.
+    """What stands for a whole number, such as one of numpy, as an int, as in the layer below.
 
     Raises:
         ScheduleError: it stands for none.
     """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]  # that is the question
-    except TypeError:
-        pass
-    raise error(f"{name} must be a whole number, got {value!r}, a {type(value).__qualname__}")
+    return _require.whole(value, name, error)
 
 
 def whole_numbers(make: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -10,14 +10,13 @@ import csv
 import io
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from stepwell_p2p._placement import Placement
 
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._lower import Plan
-from ._require import require
+from ._require import path_of, require
 from ._schedule import Schedule
 from .schedules._custom import assemble
 
@@ -46,7 +45,7 @@ def to_csv(item: Schedule | Plan, path: str | os.PathLike[str] | None = None, *,
             raise ScheduleError(f"{own}: torch's schedules have no actions of the user's own")
         writer.writerow(map(str, actions))
     if path is not None:
-        with Path(path).open("w", newline="") as file:
+        with path_of(path, error=ScheduleError).open("w", newline="") as file:
             file.write(text.getvalue())
     return text.getvalue()
 
@@ -70,7 +69,7 @@ def from_csv(
             a stage; says where and why.
         OSError: the file cannot be read.
     """
-    name = name or Path(path).stem
+    name = name or path_of(path, error=ScheduleError).stem
     rows = _read(path)
     schedule = assemble(name, [[action for action in row if action.kind.is_compute] for row in rows])
     other = next((action for row in rows for action in row if not action.kind.is_compute), None)
@@ -90,7 +89,7 @@ def from_csv(
 def _read(path: str | os.PathLike[str]) -> list[list[Action]]:
     """The actions of each line that has any: a spreadsheet writes commas where nothing is."""
     rows: list[list[Action]] = []
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+    with path_of(path, error=ScheduleError).open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         try:
             for cells in reader:

@@ -39,7 +39,8 @@ PREFETCH = 2
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(row) for row in rows)
+    found = several(rows, "actions are a row for each rank", error=ScheduleError)
+    return tuple(several(row, "the actions of a rank are several", error=ScheduleError) for row in found)
 
 
 def _pairs(links: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -72,7 +73,14 @@ class Plan:
     actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        require(self.schedule, Schedule, "a plan is of a schedule")
         _check_links(self.links, self.placement.num_stages)
+        if len(self.actions) != self.placement.num_ranks:
+            raise ScheduleError(f"a plan for {self.placement.num_ranks} ranks has actions for {len(self.actions)}")
+        for row in self.actions:
+            for action in row:
+                if type(action) is not Action:
+                    raise ScheduleError(f"a plan holds actions, got {action!r}; Action.parse() takes a text")
 
     @property
     def placement(self) -> Placement:
@@ -97,6 +105,7 @@ class Plan:
 
     def peers(self, action: Action) -> tuple[int, ...]:
         """The stages on other ranks with which a SEND, RECV or WAIT exchanges values, ascending."""
+        require(action, Action, "peers() takes an action")
         if action.peer is not None:
             return (action.peer,)
         downstream = action.kind in (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_F)

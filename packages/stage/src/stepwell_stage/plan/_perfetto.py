@@ -6,11 +6,11 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..exceptions import StageUsageError
 from ._action import Action, Kind
+from ._require import path_of
 from ._timeline import BESIDE, Event, Timeline, label, require_timelines
 
 
@@ -44,7 +44,7 @@ def to_perfetto(*timelines: Timeline, path: str | os.PathLike[str] | None = None
         first += timeline.num_ranks
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        path_of(path).write_text(text, encoding="utf-8")
     return text
 
 
@@ -54,9 +54,10 @@ def from_perfetto(path: str | os.PathLike[str]) -> tuple[Timeline, ...]:
     Raises:
         StageUsageError: the file is no such trace.
     """
+    file = path_of(path)
     found: dict[tuple[str, int], list[Event]] = {}  # by name and process of rank 0: several may have one name
     try:
-        trace = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        trace = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
         for event in trace:
             if event["ph"] == "X":
                 args, start, length = event["args"], event["ts"] / 1e6, event["dur"] / 1e6

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from stepwell_p2p import _require
 
 from ..exceptions import ScheduleError, StageError, StageUsageError
 
@@ -12,31 +16,31 @@ from ..exceptions import ScheduleError, StageError, StageUsageError
 def require(
     value: object, kind: type | tuple[type, ...], says: str, hint: str = "", *, error: type[StageError] = ScheduleError
 ) -> None:
-    """Refuse what is not of a kind.
-
-    Args:
-        value: what was given.
-        kind: what it should be.
-        says: the beginning of the sentence, for example ``simulate() takes a plan``.
-        hint: what to do; its end.
-        error: what to raise.
+    """Refuse what is not of a kind, as the layer below does.
 
     Raises:
         ScheduleError: it is of another kind.
     """
-    if not isinstance(value, kind):
-        raise error(f"{says}, got {_shown(value)}{hint and '; ' + hint}")
+    _require.require(value, kind, says, hint, error=error)
 
 
 def several(values: Iterable[Any], says: str, *, error: type[StageError] = StageUsageError) -> tuple[Any, ...]:
-    """What was given as several, as a tuple; one alone is refused, and so is a text, which is several letters.
+    """What was given as several, as a tuple, as in the layer below.
 
     Raises:
         StageUsageError: it is one.
     """
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise error(f"{says}, got {_shown(values)}")
-    return tuple(values)
+    return _require.several(values, says, error=error)
+
+
+def path_of(path: str | os.PathLike[str], *, error: type[StageError] = StageUsageError) -> Path:
+    """Where a file is.
+
+    Raises:
+        StageUsageError: this is no path.
+    """
+    require(path, (str, os.PathLike), "a file is named by a text or a path", error=error)
+    return Path(path)
 
 
 def is_cost(number: object) -> bool:
@@ -45,8 +49,3 @@ def is_cost(number: object) -> bool:
         return bool(0 <= number <= sys.float_info.max)  # type: ignore[operator]  # that is the question; NaN is not
     except (TypeError, ValueError):
         return False
-
-
-def _shown(value: object) -> str:
-    shown = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | None) else ""
-    return shown if 0 < len(shown) <= 60 else f"a {type(value).__qualname__}"

@@ -12,11 +12,12 @@ from stepwell_p2p._placement import Placement
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._count import whole
-from ._require import require
+from ._require import require, several
 
 
 def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(row) for row in rows)
+    found = several(rows, "actions are a row for each rank", error=ScheduleError)
+    return tuple(several(row, "the actions of a rank are several", error=ScheduleError) for row in found)
 
 
 def _microbatches(count: int) -> int:

@@ -18,6 +18,7 @@ from stepwell_p2p._transport import Rules
 from ..exceptions import ScheduleError
 from ._action import Action, Kind
 from ._costs import Costs
+from ._count import whole
 from ._lower import Plan
 from ._messages import Messages
 from ._pause import collector_paused
@@ -57,6 +58,9 @@ class Simulation:
 
     def bubble_of(self, rank: int) -> float:
         """Share of one rank's time in which it does not compute."""
+        rank = whole(rank, "rank")
+        if not 0 <= rank < len(self.busy):
+            raise ScheduleError(f"the ranks are 0 to {len(self.busy) - 1}, got {rank}")
         return 1 - self.busy[rank] / self.makespan if self.makespan else 0.0
 
     @property

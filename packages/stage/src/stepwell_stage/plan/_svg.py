@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from xml.sax.saxutils import escape
 
 from ._picture import FAINT, WAIT_COLOUR, picture
+from ._require import path_of
 from ._timeline import Timeline
 
 
@@ -60,7 +60,7 @@ def to_svg(*timelines: Timeline, path: str | os.PathLike[str] | None = None, wid
         lines.append(_text(text.x, text.y, text.words, style))
     svg = "\n".join([*lines, "</svg>"]) + "\n"
     if path is not None:
-        Path(path).write_text(svg, encoding="utf-8")
+        path_of(path).write_text(svg, encoding="utf-8")
     return svg
 
 

@@ -10,7 +10,8 @@ import attrs
 
 from ..exceptions import StageUsageError
 from ._action import Action, Kind
-from ._require import require
+from ._count import whole
+from ._require import require, several
 
 
 @attrs.frozen
@@ -36,7 +37,10 @@ class Event:
 
 
 def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
-    return tuple(sorted(events, key=lambda event: (event.rank, event.start, event.end)))
+    found = several(events, "a timeline is of several events")
+    for event in found:
+        require(event, Event, "a timeline is of events", error=StageUsageError)
+    return tuple(sorted(found, key=lambda event: (event.rank, event.start, event.end)))
 
 
 @attrs.frozen
@@ -46,6 +50,9 @@ class Timeline:
     Attributes:
         events: in order of rank and start.
         name: heading for pictures.
+
+    Raises:
+        StageUsageError: something among them is no event.
     """
 
     events: tuple[Event, ...] = attrs.field(converter=_in_order)
@@ -53,8 +60,15 @@ class Timeline:
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline], *, name: str = "") -> Timeline:
-        """One timeline from those of several ranks, whose clocks start together."""
-        return cls([event for timeline in timelines for event in timeline.events], name)
+        """One timeline from those of several ranks, whose clocks start together.
+
+        Raises:
+            StageUsageError: these are no timelines.
+        """
+        found = several(timelines, "Timeline.merge() takes several timelines")
+        for timeline in found:
+            require(timeline, Timeline, "Timeline.merge() takes timelines", error=StageUsageError)
+        return cls([event for timeline in found for event in timeline.events], name)
 
     @property
     def num_ranks(self) -> int:
@@ -77,6 +91,7 @@ class Timeline:
 
     def of_rank(self, rank: int) -> tuple[Event, ...]:
         """The events of one rank, by start."""
+        rank = whole(rank, "rank", StageUsageError)
         first, last = (bisect_left(self.events, number, key=lambda event: event.rank) for number in (rank, rank + 1))
         return self.events[first:last]
 
@@ -91,7 +106,11 @@ class Timeline:
 
         Args:
             width: columns for the whole line, at least 20.
+
+        Raises:
+            StageUsageError: that is no number of columns.
         """
+        width = whole(width, "width", StageUsageError)
         prefix = len(f"rank {max(self.num_ranks - 1, 0)} ")
         columns = max(width, 20) - prefix - 2
         scale = columns / self.makespan if self.makespan else 0.0
