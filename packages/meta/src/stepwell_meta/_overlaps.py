@@ -8,6 +8,9 @@ tensors meet where the difference of two such sums, of which the one's steps can
 So the question is whether some of the steps of both, taken together by stride, add up to a number within bounds. Steps no longer
 than the interval only widen it, as those of a contiguous block do. The others are tried from the longest down, where most layouts
 leave one or two counts each, since shorter steps seldom add up to a longer one. Nothing is allocated, however far tensors reach.
+
+Strides can be made up that leave millions. How many there are at most is known beforehand, and where it takes less time to write
+the bytes of the one into a mask, and to look up those of the other, that is done.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from ._extract import to_local_if_dtensor
 __all__ = ["overlaps"]
 
 _START = operator.itemgetter(0)
+_FEW = 1000  # tries, which always take less time than a mask
+_BYTES_A_TRY = 256  # of a mask, in the time of one
 
 
 def overlaps(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -96,7 +101,31 @@ def _meet(one: torch.Tensor, other: torch.Tensor, behind: int) -> bool:
     while steps and steps[0][0] <= high - low + 1:
         step, most = steps.pop(0)
         low -= most * step
+    tries, rest = 1, 0
+    for step, most in steps:
+        tries *= min(most, (rest + high - low) // step) + 1
+        rest += step * most
+    if tries > _FEW and tries > (span := _span(one, other)) // _BYTES_A_TRY:
+        return _meet_in_mask(one, other, span)
     return _adds_up(steps, low, high)
+
+
+def _span(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Bytes from where the first of two begins to where both have ended."""
+    return max(_reach(one), other.data_ptr() - one.data_ptr() + _reach(other))
+
+
+def _meet_in_mask(one: torch.Tensor, other: torch.Tensor, span: int) -> bool:
+    taken = torch.zeros(span, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        size, strides = tensor.itemsize, tensor.stride()
+        shape = [count if stride else 1 for count, stride in zip(tensor.shape, strides, strict=True)]
+        offset = tensor.data_ptr() - one.data_ptr()
+        return taken.as_strided((*shape, size), (*(size * stride for stride in strides), 1), offset)
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(other).any())
 
 
 def _adds_up(steps: Sequence[tuple[int, int]], low: int, high: int) -> bool:
