@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -98,6 +98,7 @@ def views(draw: strategies.DrawFn, memory: torch.Tensor) -> torch.Tensor:
     return room.as_strided(shape, strides, draw(strategies.integers(0, left)))
 
 
+@settings(deadline=None, derandomize=True, max_examples=300)
 @given(data=strategies.data())
 def test_each_byte_that_two_tensors_have_in_common_is_found(data: strategies.DataObject) -> None:
     memory = torch.zeros(192, dtype=torch.uint8)
