@@ -604,3 +604,18 @@ def test_a_train_function_may_have_ones_of_its_own_like_the_loss() -> None:
         return loss * torch.ones_like(loss)
 
     is_the_step(lambda: Blocks(skips), step, batches(4, 6), OWNERS)
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((x + 1j * self.first(x)).abs())  # type: ignore[no-any-return]
+
+
+def test_a_product_with_a_complex_number_behind_a_cut() -> None:
+    """Its backward has a view of a number, and cutting it was an IndexError."""
+    batches = [{"x": torch.randn(3, 4), "y": torch.randn(3, 4)} for _ in range(2)]
+    is_the_step(Turns, support.mse_loss, batches, {"first": 0, "last": 1})

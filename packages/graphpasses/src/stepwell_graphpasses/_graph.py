@@ -236,7 +236,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether the result shares the memory of an argument without writing to it."""
     if node.target is compat.UNSAFE_VIEW:  # shares memory although its schema does not say so
         return True
-    if not isinstance(node.target, OpOverload) or is_mutation(node):
+    if not isinstance(node.target, OpOverload) or is_mutation(node) or not node.all_input_nodes:  # as of a number
         return False
     return any(r.alias_info is not None for r in node.target._schema.returns)
 
