@@ -232,6 +232,13 @@ def in_place(model: Blocks, x: torch.Tensor) -> torch.Tensor:
     return (model.blocks[2](b) + 1).mul_(3)
 
 
+def into_a_slice(model: Blocks, x: torch.Tensor) -> torch.Tensor:
+    """Backward makes the gradient in memory of its own, and writes to it, with no data flow from the write to who reads."""
+    a = model.blocks[1](model.blocks[0](x)) * 1.0
+    a[:, :2] = 0.0
+    return model.blocks[2](a)
+
+
 def stopped(model: Blocks, x: torch.Tensor) -> torch.Tensor:
     a = model.blocks[0](x)
     b = model.blocks[1](a.detach()) + a
@@ -284,6 +291,7 @@ def only_passed_on(model: Blocks, x: torch.Tensor) -> torch.Tensor:
         sliced,
         expanded,
         in_place,
+        into_a_slice,
         stopped,
         chosen,
         with_function,

@@ -178,6 +178,23 @@ def test_a_backward_is_its_two_parts_in_one() -> None:
     assert [piece.stage for piece in parts.backwards] == [1, 0]
 
 
+class IntoASlice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x)) * 1.0
+        y[:, :2] = 0.0
+        return self.last(y)  # type: ignore[no-any-return]
+
+
+def test_a_write_into_a_slice_is_cut_with_who_reads_it() -> None:
+    """Backward writes into memory of its own, which no data flow shows, and the write was put behind those who read."""
+    inputs = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
+    recombines(support.seeded(IntoASlice), support.mse_loss, inputs, {"first": 0, "second": 1, "last": 2})
+
+
 def test_what_is_written_between_pieces_is_refused() -> None:
     """Stage 0 wrote to a value after stage 1 had read it: run in pieces, stage 1 read what was written."""
 

@@ -202,15 +202,20 @@ def cut(joint: JointGraph) -> dict[str, Ready]:
     first = 1 + sum(name.startswith("out") for name, _ in joint.losses)
     give_own_memory(joint, range(first, len(joint.outputs)), apart=True)
     inward = {node for (name, _), node in zip(joint.losses, joint.outputs[1:], strict=False) if name.startswith("grad")}
+    roots = memory_roots(joint.graph)
+    read = {root for node in inward for root in roots[node]}  # by what comes later on the way to gradients of inputs
     for node in reversed(joint.graph.nodes):
         if node.op != "call_function":
             continue
         node.meta["stage"] = 0
         if phase_of(node) == "forward":
             node.meta["piece"] = "forward" if comm_of(node) is None else "unshard"
+        elif node in inward or any(read.intersection(roots[written]) for written in mutated_arguments(node)):
+            node.meta["piece"] = "backward_input"
+            inward.update(node.all_input_nodes)
+            read.update(root for source in node.all_input_nodes for root in roots[source])
         else:
-            node.meta["piece"] = "backward_input" if node in inward else "backward_weight"
-            inward.update(node.all_input_nodes if node in inward else ())
+            node.meta["piece"] = "backward_weight"
     joint.facts |= {"split"}
     device = next(iter(v.device.type for n in joint.placeholders if isinstance(v := value_of(n), torch.Tensor)), "cpu")
     made = pieces(joint)

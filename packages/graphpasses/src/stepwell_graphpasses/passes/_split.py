@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from .._collectives import comm_of, is_start
-from .._graph import JointGraph, is_random, phase_of, positions
+from .._graph import JointGraph, is_random, mutated_arguments, phase_of, positions
+from .._memory import memory_roots
 from .._pass import PassContext, PassContract
 from .._stages import assign, check_writes
 from ..exceptions import SplitError
@@ -238,16 +239,23 @@ def _gather_chains(joint: JointGraph) -> set[fx.Node]:
 
 
 def _needed_by_earlier(joint: JointGraph, stage: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """Backward nodes on the way to what an earlier stage reads."""
+    """Backward nodes on the way to what an earlier stage reads, also by writing into memory that is read."""
     needed: set[fx.Node] = set()
+    roots = memory_roots(joint.graph)
+    readers: dict[fx.Node, list[fx.Node]] = {}  # of each memory, those that come later
     for node in reversed(list(joint.graph.nodes)):
         if node not in stage or phase_of(node) == "forward":
             continue
-        for user in node.users:
+        users = list(node.users)
+        for written in mutated_arguments(node):
+            users += (reader for root in roots[written] for reader in readers.get(root, ()))
+        for user in users:
             other = stage.get(user)
             if other is not None and (other < stage[node] or (other == stage[node] and user in needed)):
                 needed.add(node)
                 break
+        for root in {root for source in node.all_input_nodes for root in roots[source]}:
+            readers.setdefault(root, []).append(node)
     return needed
 
 
