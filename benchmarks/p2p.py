@@ -145,10 +145,11 @@ def main() -> None:
         tables = [exchanges(pool, quick=quick), proofs(quick=quick)]
     head = (
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores. Medians, with the middle half;"
-        " several small tensors travel as one message."
+        " several small tensors travel as one message.",
+        "Bare messages go over the default process group; stepwell's channels are made within `giving_way()`.",
     )
     if not quick:
-        write_section("p2p", "stepwell-p2p", [head, "", *(line for table in tables for line in table.lines())])
+        write_section("p2p", "stepwell-p2p", [*head, "", *(line for table in tables for line in table.lines())])
 
 
 if __name__ == "__main__":
