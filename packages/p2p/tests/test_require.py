@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from stepwell_p2p import (
     C10dTransport,
@@ -64,13 +65,16 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "one meta": (lambda: plan_packs(3), "what is packed is told as several TensorMetas, got 3"),
     "metas that are shapes": (lambda: plan_packs([(2,)]), "what is packed is told as TensorMetas, got (2,)"),
     "nothing that is packed": (lambda: Packing([None]), "what is packed is told as TensorMetas, got None"),
-    "a size in words": (lambda: plan_packs([], small="64K"), "small must be a whole number, got '64K'"),
+    "a size in words": (lambda: plan_packs([], small="64K"), "small is a number of bytes, got '64K'"),
     "rules of a fabric": (lambda: LoopbackFabric(2, rules="tagged"), "the rules of a fabric are Rules, or None"),
     "a stall in words": (lambda: LoopbackFabric(2, stall_after="1 s"), "stall_after is a number of seconds, got '1 s'"),
     "a timeout in words": (lambda: C10dTransport(timeout="1 s"), "timeout is a number of seconds, or None"),
     "no stall": (lambda: C10dTransport(stall_after=None), "stall_after is a number of seconds, got None"),
     "a text to send": (lambda: send_values(fabric_end(), SEND, "text"), "the payload of values is bytes, got 'text'"),
-    "one tensor": (lambda: send_values(fabric_end(), SEND, b"", 3), "tensors are several, got 3"),
+    "one tensor": (
+        lambda: send_values(fabric_end(), SEND, b"", torch.zeros(2)),
+        "tensors are several, in a list, got a Tensor",
+    ),
     "no limit": (
         lambda: expect_values(fabric_end(), SEND.mirror, most_bytes=None),
         "most_bytes must be a whole number",

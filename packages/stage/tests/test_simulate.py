@@ -311,6 +311,10 @@ def test_a_plan_that_cannot_end_is_refused() -> None:
         (Action(1, Kind.WAIT_B, 5), "microbatches 0 to 1"),
         (Action(1, Kind.SEND_B, -1), "microbatches 0 to 1"),
         (Action(7, Kind.RECV_F, 0), "holds stages"),
+        (Action(1, Kind.RECV_F, 0, peer=7), "7"),
+        (Action(1, Kind.SEND_B, 0, peer=7), "7"),
+        (Action.overlap(Action(1, Kind.F, 1), Action(9, Kind.B, 0)), "9"),
+        (Action.overlap(Action(1, Kind.F, 1), Action(1, Kind.B, 9)), "9"),
     ],
 )
 def test_a_message_that_is_not_there_is_refused(wrong: Action, sentence: str) -> None:

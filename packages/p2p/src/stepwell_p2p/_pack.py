@@ -7,6 +7,7 @@ decide alike, from sizes only, which values travel together and where in the mes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -17,7 +18,7 @@ from stepwell_meta import TensorMeta
 
 from ._layout import bytes_of, place, row_major
 from ._op import Op
-from ._require import require, several, whole
+from ._require import require, several
 from ._transport import Handle, Recv, Send
 from .exceptions import P2PUsageError
 
@@ -76,7 +77,7 @@ def plan_packs(metas: Sequence[TensorMeta | None], *, small: int = SMALL) -> tup
         metas: the values, in order; None where nothing crosses.
         small: up to how many bytes a value counts as small.
     """
-    small = whole(small, "small")
+    require(small, Real, "small is a number of bytes")
     metas = _told(metas, (TensorMeta, NoneType))
     chosen = [(index, meta) for index, meta in enumerate(metas) if meta is not None and meta.nbytes <= small]
     if len(chosen) < 2:

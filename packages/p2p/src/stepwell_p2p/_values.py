@@ -24,7 +24,7 @@ from stepwell_meta import MetadataError, TensorMeta, decode, encode
 
 from ._op import Op
 from ._pack import Packing
-from ._require import require, several, whole
+from ._require import require, whole
 from ._transport import Handle, Recv, Send, Transport
 from .exceptions import P2PUsageError, TransportError
 
@@ -61,7 +61,7 @@ def send_values(
     """
     require(payload, (bytes, bytearray, memoryview), "the payload of values is bytes")
     most_bytes = whole(most_bytes, "most_bytes")
-    tensors = several(tensors, "tensors are several")
+    require(tensors, Sequence, "tensors are several, in a list")  # one alone would be taken for its rows
     metas = tuple(attrs.evolve(TensorMeta.from_tensor(tensor).as_dense(), requires_grad=False) for tensor in tensors)
     table = encode(metas)
     total = len(table) + len(payload) + sum(meta.nbytes for meta in metas)

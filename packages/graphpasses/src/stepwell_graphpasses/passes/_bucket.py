@@ -147,7 +147,7 @@ def plan_buckets(members: Sequence[Member], config: PassConfig) -> list[Bucket]:
 
 def _why_last(member: Member, members: Sequence[Member], config: PassConfig) -> str:
     if config.bucket_by == "module":
-        return f"module {member.unit!r} has no more of this kind, phase, group and dtype"
+        return f"module {member.unit!r} has no more of this kind, phase, group, dtype and reshard_after_forward"
     following = [other for other in members if other.index > member.index and other.key[0] == member.key[0]]
     if not following:
         return f"it was the last {member.key[0]}"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -86,8 +87,8 @@ class C10dTransport:
         stall_after: float = 30.0,
     ) -> None:
         self.policy = ChannelPolicy.of(channels)
-        require(timeout, (int, float, NoneType), "timeout is a number of seconds, or None for the group's own")
-        require(stall_after, (int, float), "stall_after is a number of seconds")
+        require(timeout, (Real, NoneType), "timeout is a number of seconds, or None for the group's own")
+        require(stall_after, Real, "stall_after is a number of seconds")
         if timeout is not None and not _SHORTEST <= timeout <= threading.TIMEOUT_MAX:
             raise P2PUsageError(
                 f"a wait may take {_SHORTEST} s or more, got timeout={timeout}; None stands for the group's own timeout"

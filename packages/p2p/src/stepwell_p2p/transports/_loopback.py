@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
+from numbers import Real
 from types import NoneType
 
 import attrs
@@ -73,7 +74,7 @@ class LoopbackFabric:
                 f"a wait may take more than 0 s and at most {threading.TIMEOUT_MAX:.0f} s, got timeout={timeout!r}"
             )
         require(rules, (Rules, NoneType), "the rules of a fabric are Rules, or None for the usual ones")
-        require(stall_after, (int, float), "stall_after is a number of seconds")
+        require(stall_after, Real, "stall_after is a number of seconds")
         self.size = size
         self.rules = rules or Rules(tagged=True, rendezvous=False)
         self.channels = ChannelPolicy.of(channels)

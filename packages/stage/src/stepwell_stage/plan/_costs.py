@@ -142,7 +142,9 @@ class Costs:
             raise StageUsageError("costs need at least one stage")
         for field in attrs.fields(Costs):
             value = getattr(self, field.name)
-            if field.name in ("bandwidth", "edges", "overlap", "eager", "custom") or value is field.default is None:
+            if field.name in ("bandwidth", "edges", "overlap", "eager", "custom"):
+                continue
+            if value is None and field.default is None:
                 continue
             if isinstance(value, tuple) and len(value) != len(self.forward):
                 raise StageUsageError(f"{field.name} has {len(value)} numbers but forward has {len(self.forward)}")

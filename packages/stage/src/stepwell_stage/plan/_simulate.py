@@ -145,7 +145,12 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
     if beyond is not None:
         raise ScheduleError(f"{beyond} leads from or to a rank that is not there: ranks are 0 to {len(ranks) - 1}")
     stages, count = plan.placement.num_stages, plan.num_microbatches
-    if not all(0 <= a[0] < stages and 0 <= (a[2] or 0) < count for row in plan.actions for a in row):
+    if not all(
+        0 <= stage < stages and 0 <= (microbatch or 0) < count and (peer is None or 0 <= peer < stages)
+        for row in plan.actions
+        for action in row
+        for stage, _, microbatch, peer, _, _ in (action, *action[4])
+    ):
         prove(plan, Rules(tagged=True, rendezvous=False))  # says which is not there
     return _Clocks(plan.with_pairs_apart() if costs.overlap_gain is None else plan, costs).run()
 

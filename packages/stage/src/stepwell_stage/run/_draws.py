@@ -7,7 +7,7 @@ the first of a step, and those behind it as long as they draw any. Where no chec
 whose batch is cut in a new way, or whose module was put into another mode, as in the very first; so is the first where nothing
 was drawn either. Ranks that are processes need none of it.
 
-Where nothing that a stage returns requires grad, no checkpoint runs again, and may draw.
+Where nothing that a stage returns requires grad, no backward of a step runs a checkpoint again, and it may draw.
 """
 
 from __future__ import annotations

@@ -226,19 +226,23 @@ class InLink(_End):
         crossing = self.crossing(microbatch)
         if crossing.has_dtensors:
             tensors = [self._whole(t, meta) for t, meta in zip(tensors, crossing.metas, strict=True)]
-        self.put(microbatch, tensors)
+        if crossing.gaps:
+            tensors = list(tensors)
+            for number, strides in crossing.gaps:
+                tensors[number] = laid_out(tensors[number], strides)
+        self._values[microbatch] = tensors
 
     def drop(self, microbatch: int) -> None:
         """Wait for what :meth:`OutLink.send_nothing` sends."""
         self._coming.pop(microbatch).wait()
 
     def put(self, microbatch: int, values: Sequence[torch.Tensor]) -> None:
-        """Take the values, dense as they came."""
-        if gaps := self.crossing(microbatch).gaps:
-            values = list(values)
-            for number, strides in gaps:
-                values[number] = laid_out(values[number], strides)
-        self._values[microbatch] = values
+        """Take copies of values from the other end, on the same rank: either stage may change its own in place."""
+        gaps = dict(self.crossing(microbatch).gaps)
+        self._values[microbatch] = [
+            laid_out(value.detach(), gaps[number]) if number in gaps else value.detach().clone()
+            for number, value in enumerate(values)
+        ]
 
     def take(self, microbatch: int, *, with_grad: bool) -> Sequence[torch.Tensor]:
         """Give the values away, as leaves of autograd."""
@@ -356,8 +360,7 @@ class OutLink(_End):
             self._look_at(microbatch, shared, outputs)
         values = leaves if self._numbers is None else [leaves[number] for number in self._numbers]
         if self.other is not None:
-            # The other stage may change its inputs in place, and this one may need them in its backward: a copy for each.
-            self.other.put(microbatch, [value.detach().clone() for value in values])
+            self.other.put(microbatch, values)
             return
         # They leave at some time later. What autograd does not keep from changing until then (a buffer that the stage moves on)
         # leaves as it is now.

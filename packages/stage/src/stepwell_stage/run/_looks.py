@@ -87,7 +87,7 @@ class Crossing:
         has_dtensors: whether a received tensor may be a shard that is to be made whole.
         is_flat: whether the received tensors, in order, are the arguments.
         lent: which values are not the taker's alone.
-        gaps: which values have gaps between their elements or are expanded where they are made, and strides with such gaps.
+        gaps: which values, but DTensors, have gaps or are expanded where they are made, and strides that have them too.
     """
 
     structure: Structure

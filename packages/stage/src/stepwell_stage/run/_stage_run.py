@@ -7,18 +7,20 @@ only calls down the list.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from stepwell_meta import ForwardMeta, extract_metas, normalize_outputs, validate
+from stepwell_meta import ForwardMeta, TensorMeta, extract_metas, normalize_outputs, validate
 from stepwell_meta.exceptions import PipeliningMetadataError, UnsupportedValueError
 
 from ..exceptions import StageUsageError
 from ..plan._action import Kind
 from ._draws import Draws
+from ._laid_out import gaps_of
 from ._lent import Lent
 from ._link import InLink, OutLink
 from ._looks import LinkLooks, forward_meta, same_look
@@ -338,6 +340,8 @@ class StageRun:
                 # An output that needs no gradient where one is expected is fine: that gradient is not used.
                 if not same_look(leaf, meta) or (self.has_backward and leaf.requires_grad and not meta.requires_grad):
                     break
+                if type(meta) is TensorMeta and leaf.stride() != meta.stride:
+                    self._check_gaps(leaf, meta)
             else:
                 return
         if structure != expected.structure and len(leaves) == len(expected.outputs):
@@ -365,6 +369,21 @@ class StageRun:
             ignore=() if self.has_backward else ("requires_grad",),
             hint=hint,
         )
+
+    def _check_gaps(self, leaf: torch.Tensor, meta: TensorMeta) -> None:
+        """Whether an output has gaps where the next stage was told of some, which gives it some: see ``_laid_out``."""
+        if gaps_of(TensorMeta.from_tensor(leaf)) == gaps_of(meta):
+            return
+        declared = self.stage.declared_outputs is not None
+        where = "was declared with" if declared else "in an earlier microbatch"
+        what = (
+            f"stage {self.index}: an output of shape {tuple(leaf.shape)} has strides {leaf.stride()}, but {where} {meta.stride}."
+            " Of only one of these a reshape() is a copy, so where the next stage changes that in place, numbers are not those of"
+            " one process: return it .contiguous()"
+        )
+        if not declared:
+            raise StageUsageError(what)
+        warnings.warn(what, stacklevel=2)
 
 
 def each(calls: Iterable[Callable[[int], None]]) -> Callable[[int], None]:

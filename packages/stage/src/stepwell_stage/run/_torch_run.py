@@ -314,8 +314,7 @@ class TorchRun(StageRun):
                 f" got {len(leaves)}",
                 stage=self.index,
             )
-        # This stage may change its inputs in place, and the one before may need them in its backward: a copy for each.
-        link.put(microbatch, [leaf.detach().clone() for leaf in leaves])
+        link.put(microbatch, leaves)
         self.expect(microbatch, forward=True)
 
     def hand_back(self, microbatch: int, grads: Sequence[torch.Tensor | None]) -> None:

@@ -52,7 +52,7 @@ def crossing(
         yield attrs.evolve(value, stays=stays) if stays else value
 
 
-def keep_gaps(tensor: torch.Tensor, values: list[Value], memory: Sequence[int], own: int) -> None:
+def keep_where_made(tensor: torch.Tensor, values: list[Value], memory: Sequence[int], own: int) -> None:
     """Let values stay where they are made that share a tensor's memory and do not fill it, for all of it is looked into.
 
     Args:

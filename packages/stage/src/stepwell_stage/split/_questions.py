@@ -1,7 +1,8 @@
 """What Python may ask of a tensor beside its data, and stages that do not have it must answer alike.
 
-Shape, strides, dtype and device are as of the real one. Whether it needs a gradient is followed, where a model's forward asks for
-it at all. The rest is of the tensor that the stage has, or of the memory that it is in, and nobody else can tell.
+Shape, dtype and device are as of the real one, and so are strides, but those of slices that were received. Whether it needs a
+gradient is followed, where a model's forward asks for it at all. The rest is of the tensor that the stage has, or of the memory
+that it is in, and nobody else can tell.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import nn
 from .._compat import is_transformed, takes_forward_derivative
 from ..exceptions import StageUsageError
 from ._absent import HOOKS, Absence, NeedsDataError, looked_into, memory_of, reads, versions, written
-from ._crossing import crossing, keep_gaps
+from ._crossing import crossing, keep_where_made
 from ._example import Effects, Example
 from ._filling import Filling, Watched
 from ._frames import Enclosing, enclosing, source_line
@@ -215,7 +215,7 @@ class Recorder(Glue):
         if func is torch.autograd.grad:
             self._check_gradient(args, kwargs)
         if name == "as_strided":
-            keep_gaps(given[0], self._values, self._memory, self._memory_of(given[0]))
+            keep_where_made(given[0], self._values, self._memory, self._memory_of(given[0]))
         before = versions(given)
         try:
             with Draws() as draws:
