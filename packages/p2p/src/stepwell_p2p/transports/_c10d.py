@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from numbers import Real
-from types import NoneType
 from typing import Any
 
 import attrs
@@ -87,7 +86,7 @@ class C10dTransport:
         stall_after: float = 30.0,
     ) -> None:
         self.policy = ChannelPolicy.of(channels)
-        require(timeout, (Real, NoneType), "timeout is a number of seconds, or None for the group's own")
+        require(timeout, (Real, type(None)), "timeout is a number of seconds, or None for the group's own")
         require(stall_after, Real, "stall_after is a number of seconds")
         if timeout is not None and not _SHORTEST <= timeout <= threading.TIMEOUT_MAX:
             raise P2PUsageError(
