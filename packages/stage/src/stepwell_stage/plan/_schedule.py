@@ -15,7 +15,8 @@ from ._count import whole
 from ._require import require, several
 
 
-def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
+def rows_of(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each rank, as schedules and plans hold them."""
     found = several(rows, "actions are a row for each rank", error=ScheduleError)
     return tuple(several(row, "the actions of a rank are several", error=ScheduleError) for row in found)
 
@@ -47,7 +48,7 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int = attrs.field(converter=_microbatches)
-    actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_rows, repr=False)
+    actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=rows_of, repr=False)
     slots: tuple[array[int], ...] = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:

@@ -144,15 +144,20 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
     beyond = next((edge for edge in costs.edges if edge.source not in ranks or edge.destination not in ranks), None)
     if beyond is not None:
         raise ScheduleError(f"{beyond} leads from or to a rank that is not there: ranks are 0 to {len(ranks) - 1}")
-    stages, count = plan.placement.num_stages, plan.num_microbatches
-    if not all(
-        0 <= stage < stages and 0 <= (microbatch or 0) < count and (peer is None or 0 <= peer < stages)
-        for row in plan.actions
-        for action in row
-        for stage, _, microbatch, peer, _, _ in (action, *action[4])
-    ):
-        prove(plan, Rules(tagged=True, rendezvous=False))  # says which is not there
+    if not _all_there(plan):
+        prove(plan, Rules(tagged=True, rendezvous=False))  # says what is not there
     return _Clocks(plan.with_pairs_apart() if costs.overlap_gain is None else plan, costs).run()
+
+
+def _all_there(plan: Plan) -> bool:
+    """Whether every action, and every part of an overlapped pair, is of stages and microbatches that the plan has."""
+    stages, microbatches = {*range(plan.placement.num_stages)}, {*range(plan.num_microbatches), None}
+    for row in filter(None, plan.actions):  # by columns, for there are millions
+        parts = (part for action in row if action[4] for part in action[4])
+        own, _, of, peers, _, _ = zip(*row, *parts, strict=True)
+        if not (stages.issuperset(own) and microbatches.issuperset(of) and (stages | {None}).issuperset(peers)):
+            return False
+    return True
 
 
 class _Clocks:
